@@ -526,9 +526,9 @@ def test_a_process_that_was_killed_is_probably_a_lack_of_main_memory(message: st
     text = explain(message)
     assert text.startswith("The system killed a process (signal 9, which shells report as exit status 137).")
     assert "nearly always for want of main memory (RAM), not of the GPU's" in why(text)
+    assert "dmesg then says 'Killed process'" in why(text)
     typed = remedies(text)
-    assert typed[:2] == ["dmesg | grep -i 'killed process'", "--dataloader_num_workers 0"]
-    assert typed.index("--dataloader_num_workers 0") < typed.index("--loss chunked")
+    assert typed[0] == "--dataloader_num_workers 0" and "--loss chunked" in typed
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_a_full_dev_shm_is_not_taken_for_main_memory(message: str) -> None:
     text = explain(message)
     assert text.startswith("/dev/shm was full: neither the GPU nor, as a rule, main memory.")
     assert "A container has 64 MiB of it" in why(text)
-    assert remedies(text) == ["--dataloader_num_workers 0", "docker run --shm-size 8g", "df -h /dev/shm"]
+    assert remedies(text) == ["--dataloader_num_workers 0", "docker run --shm-size 8g"]
 
 
 @pytest.mark.parametrize(
@@ -566,9 +566,8 @@ def test_shared_memory_of_a_kernel_is_not_the_memory_of_the_card(message: str) -
     """Sequences that are half as long need as large a block: what helps is another kernel, or smaller blocks."""
     text = explain(message)
     assert "The card was not full." in text.splitlines()[0]
-    assert "smaller blocks or fewer stages do" in why(text)
-    typed = remedies(text)
-    assert typed == ["--loss chunked", "--compile False", "--attn_implementation sdpa", "a kernel of your own"]
+    assert "smaller blocks or fewer stages (num_stages) do" in why(text)
+    assert remedies(text) == ["--loss chunked", "--compile False", "--attn_implementation sdpa"]
     assert not is_out_of_memory(RuntimeError(message))  # to make the step again in halves would not help
 
 

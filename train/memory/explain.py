@@ -30,51 +30,24 @@ class Situation:
 # In a traceback: a model on its way to the card, or the first state of its optimizer.
 _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
-# By words alone, squeezed: what happened, and why. The cause is not the memory of the card.
-_BY_WORDS = {
-    "kernel": (
-        "outofresource:|OutOfResources",
-        "A kernel asked for more shared memory than a block of threads can have. The card was not full.",
-        "Triton's kernels hold a tile of their work in shared memory, on the chip itself: some 64 to 228 KiB, by the "
-        "kind of card. Shorter sequences and smaller micro-batches change nothing; smaller blocks or fewer stages do.",
-    ),
-    "shared": (
-        r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
-        r"|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft",
-        "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
-        "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",
-    ),
-    "killed": (
-        r"(?:Killed|[:\d]killed)(?!by)|SIGKILL|(?:^|\$\?)137$"
-        r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)",
-        "The system killed a process (signal 9, which shells report as exit status 137).",
-        "nearly always for want of main memory (RAM), not of the GPU's. A process cannot catch this signal, so it says "
-        "nothing itself. A scheduler's limit of memory or time, and kill -9, look the same.",
-    ),
-}
-
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
 _ALL = tuple(remedy.hint for remedy in ladder.REMEDIES)
 _FEW = (ladder.CHUNKED.hint, ladder.MICRO_BATCH.hint, ladder.CHECKPOINTING.hint)
-_HOST = (
-    ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
-    ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
-    ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
-    *_FEW,
-)
 _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
-    "host": _HOST,
-    "killed": (("dmesg | grep -i 'killed process'", "says whether it was memory, and how much"), *_HOST),
+    "host": (
+        ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
+        ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
+        ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
+        *_FEW,
+    ),
     "shared": (
         ("--dataloader_num_workers 0", "loads in the process that trains; same result"),
         ("docker run --shm-size 8g", "or --ipc host; in Kubernetes an emptyDir of medium Memory on /dev/shm"),
-        ("df -h /dev/shm", "shows what is left; what killed runs have left there can be deleted"),
     ),
     "kernel": (
         ("--loss chunked", "torch's kernels instead of those of liger and cce; same result"),
         ("--compile False", "where torch.compile made the kernel; same result"),
         ("--attn_implementation sdpa", "instead of flex_attention; same result"),
-        ("a kernel of your own", "smaller blocks (BLOCK_M, BLOCK_N) or num_stages=1"),
     ),
     "unknown": (_LIST, *_ALL),
     "refused": (_LIST, ("run it again", "if it fails at the same place, no other process is to blame"), *_FEW),
@@ -99,6 +72,28 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "full": _ALL,
 }  # (what to type, what it does), cheapest first
+# What is told by words alone, squeezed: cause, what happened, why.
+_BY_WORDS = {
+    "outofresource:|OutOfResources": (
+        "kernel",
+        "A kernel asked for more shared memory than a block of threads can have. The card was not full.",
+        "Triton's kernels hold a part of their work on the chip, in some 64 to 228 KiB. Shorter sequences and smaller "
+        "micro-batches change nothing; in a kernel of your own smaller blocks or fewer stages (num_stages) do.",
+    ),
+    r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
+    r"|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
+        "shared",
+        "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
+        "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",
+    ),
+    r"(?:Killed|[:\d]killed)(?!by)|SIGKILL|(?:^|\$\?)137$"
+    r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)": (
+        "host",
+        "The system killed a process (signal 9, which shells report as exit status 137).",
+        "nearly always for want of main memory (RAM), not of the GPU's: dmesg then says 'Killed process'. The process "
+        "itself can say nothing. A scheduler's limit of memory or time, and kill -9, look the same.",
+    ),
+}
 
 
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
@@ -174,11 +169,10 @@ def explain(message: str) -> str:
     The message may stand alone or within a traceback or log. Raises UsageError if it is not about memory.
     """
     oom, text = parse_oom(message), squeezed(message)
-    told = next((cause for cause, (pattern, *_) in _BY_WORDS.items() if re.search(pattern, text)), None)
+    told = next((told for pattern, told in _BY_WORDS.items() if re.search(pattern, text)), None)
     # A process is often killed because another one ran out; a message with torch's figures is the one to explain.
-    if told is not None and (oom is None or (told != "killed" and not oom.total_bytes)):
-        cause, (_, what, why) = told, _BY_WORDS[told]
-        lines = [what, *_wrapped("Why: ", why)]
+    if told is not None and (oom is None or (told[0] != "host" and not oom.total_bytes)):
+        cause, lines = told[0], [told[1], *_wrapped("Why: ", told[2])]
     elif oom is not None:
         cause, lines = _account(oom, weights_fill=_LOADING.search(message) is not None)
     else:
