@@ -147,12 +147,3 @@ def test_whatever_the_hub_says_is_one_message(monkeypatch: pytest.MonkeyPatch, e
     said = message()
     assert said.startswith("the dataset 'user/name' on the Hub: ")
     assert expected in said
-
-
-def test_offline_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("Offline mode is enabled.")
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
-    assert "HF_HUB_OFFLINE is set: unset it" in message()

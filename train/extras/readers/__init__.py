@@ -103,9 +103,9 @@ def refuse_what_is_nowhere(config: Config) -> None:
         from huggingface_hub import constants  # here: it costs a little, and is seldom needed
 
         caches = constants.HF_HUB_CACHE, os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")
-        known = [p.name for cache in caches for p in Path(cache).glob("*")]
-        plain = name.rpartition("/")[2].lower().replace("_", "")  # datasets writes some names in another way
-        if constants.HF_HUB_OFFLINE and not any(plain in entry.lower().replace("_", "") for entry in known):
+        known = " ".join(p.name for cache in caches for p in Path(cache).glob("*")).lower().replace("_", "")
+        # datasets writes some names in another way.
+        if constants.HF_HUB_OFFLINE and name.rpartition("/")[2].lower().replace("_", "") not in known:
             where = f"no such file or folder, and offline (HF_HUB_OFFLINE) the Hub is only what is in {caches[0]}"
             raise UsageError(f"--{flag} {name}: {where}, where nothing has that name. Give a path, or connect.")
 

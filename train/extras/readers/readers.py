@@ -2,8 +2,9 @@
 
 A bad record is a row with a ``problem``, so ``on_bad_record`` can change without reading the files again. Readers yield
 ``(position, record)``: a line (a row in Parquet, an index in a JSON array), and columns by name, another JSON value or
-a :class:`RecordError`. Files are read piece by piece, except for JSON arrays and text files that are one document.
-Bytes that are not of the encoding become half characters, by which their record, and no other, is found to be bad.
+a :class:`RecordError`. Files are read piece by piece, except for text files that are one document, and for JSON arrays
+and objects over several lines. Bytes that are not of the encoding become half characters, by which their record, and no
+other, is found to be bad.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -168,25 +170,15 @@ def _read_json(path: Path, encoding: str) -> Found:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
         if not first.lstrip().startswith("["):
-            runs_on = first.startswith("{") and isinstance(_parsed(first), RecordError)  # or that line is damaged
-            lines = enumerate(file, start=1)
-            pieces = _objects(lines) if runs_on else lines
-            yield from ((number, _parsed(piece)) for number, piece in pieces if piece.strip())
+            found = enumerate(file, start=1)
+            if first.startswith("{") and isinstance(_parsed(first), RecordError):  # it runs on, or is damaged
+                pieces = re.split(r"^(?=\{)", file.read(), flags=re.MULTILINE)  # what belongs to an object is indented
+                found = zip(accumulate((piece.count("\n") for piece in pieces), initial=1), pieces, strict=False)
+            yield from ((number, _parsed(text)) for number, text in found if text.strip())
         elif isinstance(array := _parsed(file.read()), list):
             yield from ((f"[{index}]", item) for index, item in enumerate(array))
         else:
             yield None, array
-
-
-def _objects(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Numbered ``lines`` joined to objects, each from a line that begins with its brace: further ones are indented."""
-    begun, held = 1, list[str]()
-    for number, line in lines:
-        if line.startswith("{"):
-            yield begun, "".join(held)
-            begun, held = number, []
-        held.append(line)
-    yield begun, "".join(held)
 
 
 def _parsed(text: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, config
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from pyarrow import compute
 
@@ -35,9 +35,7 @@ def load_named(data: Source) -> dict[str, Dataset]:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
         reason = without_secrets(one_line(error, 400)) or type(error).__name__
         advice = "A local file or folder is given by its path, a configuration by --dataset_config; a private or gated "
-        advice += "dataset needs `hf auth login`; without a network, HF_HUB_OFFLINE=1 takes what is cached."
-        if config.HF_HUB_OFFLINE:
-            advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
+        advice += "dataset needs `hf auth login`; HF_HUB_OFFLINE=1 takes only what is cached."
         raise UserError(f"the dataset {name!r} on the Hub: {reason.rstrip('.')}. {advice}") from None
     return _documents(splits, tables, data, name)
 
