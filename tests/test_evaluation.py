@@ -278,14 +278,14 @@ class Listener(Extra):
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[tuple[int, ...]]]] = []
-        self.open = 0
+        self.depth = 0
 
     @contextmanager
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
         self.heard.append((phase, [batch.example_ids for batch in micro_batches]))
-        self.open += 1
+        self.depth += 1
         yield
-        self.open -= 1
+        self.depth -= 1
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         return {f"{split} losses": table[:, 1].sum()}
@@ -296,7 +296,7 @@ def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> No
     prepared, listener, at_work = prepared_data(config, TEXTS), Listener(), list[int]()
     run, parts = run_and_parts(config, prepared, network(config, prepared))
     run.extras = Extras({"listener": listener})
-    parts.model.register_forward_hook(lambda *_: at_work.append(listener.open))
+    parts.model.register_forward_hook(lambda *_: at_work.append(listener.depth))
     found = evaluate(run, parts, "validation", 1).metrics
     expected = [("evaluation", [batch.example_ids]) for batch in prepared.evaluation_batches(run, split_of(prepared))]
     assert listener.heard == expected and len(expected) > 2

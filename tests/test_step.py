@@ -212,7 +212,11 @@ def test_a_loss_that_is_not_finite_changes_no_weight_although_its_gradient_is(va
     torch.manual_seed(0)
     accelerator, network = Accelerator(cpu=True), TinyModel()
     wrapped = ModelWithLoss(network)
-    wrapped.register_forward_hook(lambda module, args, loss: loss + value)
+
+    def penalised(module: Any, arguments: Any, loss: Any) -> Any:
+        return loss + value
+
+    wrapped.register_forward_hook(penalised)
     model, optimizer = accelerator.prepare(wrapped, torch.optim.SGD(network.parameters(), lr=0.1))
     before = {k: v.clone() for k, v in network.state_dict().items()}
     outcome = optimizer_step(Engine(accelerator, Config()), model, optimizer, [batch(rows([3]))])
