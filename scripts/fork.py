@@ -88,8 +88,7 @@ class Fork:
         """Copies all; returns lines about recipes that stay behind."""
         pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem, "") not in (*self.gone, None)]
         pages += [page for page in (ROOT / "docs" / "extras").glob("*.md") if page.stem in self.keep]
-        whole = [*(ROOT / name for name in FILES), *pages]
-        for path in whole + self._files("train") + self._files("accelerate_configs"):
+        for path in (*map(ROOT.joinpath, FILES), *pages, *self._files("train"), *self._files("accelerate_configs")):
             self._copy(path)
         left_out = []
         for path in self._files("recipes"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from train.batching import Loading
 from train.config import Config
 from train.data import PreparedData
 from train.evaluation import evaluate, score
+from train.extras import Extra, Extras
 from train.launch import Launch
 from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce
@@ -100,7 +101,16 @@ def test_token_metrics_without_bytes_have_no_bits_per_byte() -> None:
 
 
 def test_perplexity_of_a_hopeless_model_is_finite() -> None:
-    assert math.isfinite(metrics_of([[1e6, 1.0, 0.0]], length=[1])["perplexity"])
+    assert metrics_of([[1e6, 1.0, 0.0]], length=[1])["perplexity"] == math.exp(700)
+    assert metrics_of([[699.0, 1.0, 0.0]], length=[1])["perplexity"] == math.exp(699)
+
+
+def test_bits_per_byte_are_of_the_examples_that_were_scored() -> None:
+    """A rank's rows, or a task that leaves examples out, need not be the first of the split."""
+    table = np.array([[2, 3.0, 2, 1, 0, 0], [0, 1.0, 4, 2, 0, 0]])
+    columns = datasets.Dataset.from_dict({"num_bytes": [8.0, 100.0, 0.5], "length": [4, 7, 2]})
+    found = load_task("causal_lm")(Config()).metrics(table, columns, ())
+    assert found["bits_per_byte"] == pytest.approx(4 / math.log(2) / 8.5, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -254,12 +264,96 @@ def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     run, parts = run_and_parts(config, prepared, network(config, prepared))
+    assert evaluate(run, parts, "validation", 1, may_stop=True).metrics["examples"] > 0  # nobody asked
     run.stop.append("SIGTERM")
     assert evaluate(run, parts, "validation", 1).metrics["examples"] == len(prepared.examples.validation)
     assert evaluate(run, parts, "train", 1).split == "train"
     with pytest.raises(StopAtOnce):
         evaluate(run, parts, "validation", 1, may_stop=True)
     assert parts.model.training
+
+
+class Listener(Extra):
+    """Hears what is computed, and whether the model is in evaluation then."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.depth = 0
+
+    @contextmanager
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        self.heard.append((phase, [batch.example_ids for batch in micro_batches]))
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
+        return {f"{split} losses": table[:, 1].sum()}
+
+
+def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> None:
+    config = configured("causal_lm", 2)
+    prepared, listener, at_work = prepared_data(config, TEXTS), Listener(), list[int]()
+    run, parts = run_and_parts(config, prepared, network(config, prepared))
+    run.extras = Extras({"listener": listener})
+    parts.model.register_forward_hook(lambda *_: at_work.append(listener.depth))
+    found = evaluate(run, parts, "validation", 1).metrics
+    expected = [("evaluation", [batch.example_ids]) for batch in prepared.evaluation_batches(run, split_of(prepared))]
+    assert listener.heard == expected and len(expected) > 2
+    assert sorted(i for _, [ids] in expected for i in ids) == list(range(len(split_of(prepared))))
+    assert at_work == [1] * len(expected)
+    assert found["validation losses"] == pytest.approx(direct(prepared, parts.model.model)[0], rel=1e-6)
+
+
+def split_of(prepared: PreparedData) -> datasets.Dataset:
+    return prepared.examples.validation
+
+
+def test_an_evaluation_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared, now = prepared_data(config, TEXTS), iter((100.0, 107.5))
+    monkeypatch.setattr("train.evaluation.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    assert evaluate(*run_and_parts(config, prepared, network(config, prepared)), "validation", 1).seconds == 7.5
+
+
+def test_ranks_that_divide_sequences_add_up_what_they_have_of_each_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model, launch = network(config, prepared), Launch(world_size=2, cp_size=2)
+    count, (loss_sum, targets, correct) = len(split_of(prepared)), direct(prepared, model)
+    others = [(float(example), 1.5, 3.0, 2.0, 0.0, 0.0) for example in range(count)]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, others])
+    found = evaluate(*run_and_parts(config, prepared, model, launch=launch), "validation", 1).metrics
+    assert found["examples"] == count
+    assert found["loss"] == pytest.approx((loss_sum + 1.5 * count) / (targets + 3 * count), rel=1e-6)
+    assert found["accuracy"] == pytest.approx((correct + 2 * count) / (targets + 3 * count), rel=1e-9)
+
+
+def test_of_ranks_that_share_tensors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model, given = network(config, prepared), list[int]()
+    expected = evaluated(config, prepared, model)
+    table: list[Any] = []
+
+    def gather(rows: list[Any]) -> list[Any]:
+        given.append(len(rows[0]))
+        table.extend(rows)
+        return table
+
+    monkeypatch.setattr("accelerate.utils.gather_object", gather)
+    for rank in (0, 1):  # one after the other: the second one has the rows of both
+        launch = Launch(world_size=2, rank=rank, tp_size=2)
+        assert evaluate(*run_and_parts(config, prepared, model, launch=launch), "validation", 1).metrics == expected
+    assert given == [expected["examples"], 0]
+
+
+def test_losses_of_an_fp64_model_keep_their_precision() -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model = network(config, prepared).double()
+    loss_sum, targets, _ = direct(prepared, model)
+    assert evaluated(config, prepared, model)["loss"] == pytest.approx(loss_sum / targets, rel=1e-13)
 
 
 def test_equal_examples_count_once_each() -> None:

@@ -26,6 +26,7 @@ from train.figures import (
     read_metrics,
     row_of,
     several,
+    show_error,
     to_json,
     without_secrets,
     writable,
@@ -207,11 +208,38 @@ def test_importing_the_log_does_not_load_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_rows_are_read_with_whole_steps_and_without_those_that_have_none(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    rows = ('{"kind": "train", "step": 2.0}', '{"kind": "train", "step": null}', '{"kind": "train", "step": "3"}')
+    path.write_text("\n".join(rows) + "\n")
+    assert [(type(row["step"]), row["step"]) for row in read_metrics(path)] == [(int, 2), (int, 3)]
+
+
+@pytest.mark.parametrize(("rank", "head"), [(None, "error: "), ("0", "error: "), ("3", "error (rank 3): ")])
+def test_an_error_names_its_rank_unless_it_is_the_first(
+    rank: str | None, head: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    show_error("the disk is full")
+    assert capsys.readouterr().err == f"{head}the disk is full\n"
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(2**30, "1.00 GiB"), (int(139.8 * 2**30), "139.8 GiB"), (50 * 2**20, "50.0 MiB"), (0, "0.0 MiB")],
+    [
+        (2**30, "1.00 GiB"),
+        (int(139.8 * 2**30), "139.8 GiB"),
+        (100 * 2**30, "100.0 GiB"),
+        (100 * 2**30 - 1, "100.00 GiB"),
+        (0.1 * 2**30, "0.10 GiB"),
+        (107_374_182, "102.4 MiB"),
+        (50 * 2**20, "50.0 MiB"),
+        (0, "0.0 MiB"),
+    ],
 )
-def test_gib(size: int, text: str):
+def test_gib(size: float, text: str):
     assert gib(size) == text
 
 
@@ -221,7 +249,8 @@ def test_gib(size: int, text: str):
         (0, "0"),
         (0.25, "0.25"),
         (874, "874"),
-        (999.6, "1.00k"),
+        (999.4, "999"),
+        (999.5, "1.00k"),
         (24_123, "24.1k"),
         (123_456, "123k"),
         (1_843_200, "1.84M"),
@@ -237,12 +266,17 @@ def test_count(value: float, text: str):
     ("seconds", "text"),
     [
         (2.345, "2.3 s"),
+        (9.94, "9.9 s"),
+        (9.95, "10 s"),
         (59.4, "59 s"),
-        (59.7, "1 min"),
+        (59.5, "1 min"),
+        (119.6, "2 min"),
         (92.4, "1 min 32 s"),
         (3600, "1 h"),
         (7325, "2 h 2 min"),
         (90_061, "1 d 1 h"),
+        (172_800 + 59 * 60, "2 d 59 min"),
+        (3 * 3600 + 5, "3 h 5 s"),
     ],
 )
 def test_duration(seconds: float, text: str):
@@ -256,6 +290,12 @@ def test_duration(seconds: float, text: str):
         (12345, "12,345"),
         (0.5, "0.5000"),
         (1234.5, "1234"),
+        (9999.4, "9999"),
+        (1e4, "10,000"),
+        (-12345.6, "-12,346"),
+        (9e14, "900,000,000,000,000"),
+        (1e15, "1.000e+15"),
+        (-3, "-3"),
         (98765.4, "98,765"),
         ("x", "x"),
         (True, "True"),

@@ -21,10 +21,11 @@ from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
+from train.launch import Launch
 from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
-from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome, UserError
+from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepError, StepOutcome, UserError
 from train.step import Engine, optimizer_step
 
 
@@ -74,7 +75,9 @@ class Recorder:
     saved: list[Progress] = field(default_factory=list)
     lines: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    may_stop: list[bool] = field(default_factory=list)
     batches: ThreeSteps = field(default_factory=ThreeSteps)
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -92,11 +95,12 @@ class Recorder:
     def evaluate(self, run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
         """In place of a pass over the data."""
         self.evaluated.append(step)
+        self.may_stop.append(may_stop)
         value = self.accuracies.pop(0) if self.accuracies else 0.0
         return Evaluation(split, step, {"accuracy": value, "examples": 1})
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
-        run, selection = run_for(self.config, self.accelerator), Selection()
+        run, selection = run_for(self.config, self.accelerator, self.launch), Selection()
         task = SimpleNamespace(default_metric="accuracy")
         data: Any = SimpleNamespace(task=task, examples=SimpleNamespace(validation=None))
         with patch("train.extras.digests.examples_digest", return_value="abc"):
@@ -136,6 +140,7 @@ def test_evaluates_saves_and_logs_when_it_is_time() -> None:
     run = Recorder(config(eval_every_steps=2, save_every_steps=3, log_every_steps=4), accuracies=[0.5, 0.4, 0.3, 0.2])
     progress = run.fit(7)
     assert run.evaluated == [2, 4, 6, 7]
+    assert run.may_stop == [True, True, True, False]  # the run ends with the last one, whatever it is asked
     assert [p.step for p in run.saved] == [2, 3, 6, 7]  # the best, every third, the last
     assert run.steps_of("train") == [4, 7]
     assert (progress.step, progress.epoch, progress.step_in_epoch) == (7, 2, 1)
@@ -166,6 +171,14 @@ def test_learning_rate_of_a_step_reaches_all_groups() -> None:
     run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 7.0})
     run.fit(total_steps=4)
     assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
+def test_the_seed_is_that_of_the_step_and_of_the_ranks_that_share_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[tuple[int, ...]] = []
+    monkeypatch.setattr(loop, "seed_step", lambda *key: seeds.append(key))
+    run = Recorder(config({"seed": 9}), launch=Launch(world_size=6, rank=5, tp_size=2))
+    run.fit(4, Progress(step=1, step_in_epoch=1))
+    assert seeds == [(9, 1, 2), (9, 2, 2), (9, 3, 2)]
 
 
 @dataclass
@@ -222,7 +235,10 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
     monkeypatch.setattr(Recorder, "evaluate", slow_evaluation)
     monkeypatch.setattr(RecordingOutputs, "save", slow_save)
     monkeypatch.setattr(loop, "time", clock)
+    heard, logged = [], Endurance.logged
+    monkeypatch.setattr(Endurance, "logged", lambda *args: (heard.append((args[2].step, *args[3:])), logged(*args))[1])
     progress = run.fit(5)
+    assert heard == [(2, 2.0, 0), (4, 13 / 6, 2), (5, 2.5, 4)]  # the loss of the steps since
     lines = {step: values for kind, step, values in run.lines if kind == "train"}
     names = ("loss", "clipped_share", "tokens_per_second", "seconds_per_step", "padding_share", "tokens_seen")
     assert {step: [values[name] for name in names] for step, values in lines.items()} == {
@@ -230,7 +246,15 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
         4: [13 / 6, 1 / 2, 9 / 4, 2, 1 - 9 / 12, 18],
         5: [5 / 2, 1, 10 / 2, 2, 1 - 10 / 16, 28],
     }
-    assert (lines[2]["nonfinite_steps"], lines[5]["nonfinite_steps"]) == (1, 1)
+    of_last = ("epoch", "learning_rate", "sequence_length", "nonfinite_steps")
+    assert {step: [values[name] for name in of_last] for step, values in lines.items()} == {
+        2: [0, pytest.approx(0.08), 4, 1],
+        4: [1, pytest.approx(0.04), 4, 1],  # its micro-batches are of 3 and 4 tokens
+        5: [1, pytest.approx(0.02), 4, 1],
+    }
+    assert math.isnan(lines[2]["grad_norm"]) and (lines[4]["grad_norm"], lines[5]["grad_norm"]) == (1.5, 1.5)
+    counts = (progress.tokens_seen, progress.positions_seen, progress.nonfinite_steps)
+    assert (*counts, progress.consecutive_nonfinite_steps) == (28, 8 + 4 + 4 + 8 + 16, 1, 0)
     assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 500 + 5000)
     first, second, third = 2.0, 13 / 6, 2.5
     assert progress.usual_loss == pytest.approx(0.9 * (0.9 * first + 0.1 * second) + 0.1 * third, rel=1e-12)
@@ -251,12 +275,56 @@ def test_patience_counts_evaluations_without_a_better_one() -> None:
     assert run.fit(7, run.saved[-1]).step == 4  # and stays stopped
 
 
+def test_a_metric_that_is_not_a_number_is_never_the_best() -> None:
+    run = Recorder(config(eval_every_steps=1), accuracies=[math.nan, 0.5, math.nan, 0.4])
+    progress = run.fit(1)
+    assert (progress.best_metric, progress.best_step) == (None, None)
+    progress = run.fit(4, progress)
+    assert (progress.best_metric, progress.best_step, progress.evaluations_without_improvement) == (0.5, 2, 2)
+
+
 def test_an_end_that_nobody_expected_is_saved_with_its_evaluation() -> None:
     settings = config(eval_every_steps=1, save_every_steps=2).changed(early_stopping_patience=1)
     run = Recorder(settings, accuracies=[0.3, 0.2])
     assert run.fit(7).step == 2
     found = [(p.step, p.evaluated_step, p.evaluations_without_improvement) for p in run.saved]
     assert found == [(1, 1, 0), (2, 1, 0), (2, 2, 1)]
+
+
+class Failing(Engine):
+    """Fails at the third step."""
+
+    weights_intact = True
+
+    def step(self, model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False) -> StepOutcome:
+        if micro_batches[0].example_ids == (20,):
+            error = StepError("it does not fit")
+            error.weights_intact = self.weights_intact
+            raise error
+        return super().step(model, optimizer, micro_batches, stop)
+
+
+@pytest.mark.parametrize(
+    ("weights_intact", "save_every", "saved"), [(True, None, [2]), (False, None, []), (True, 2, [2]), (True, 1, [1, 2])]
+)
+def test_a_step_that_fails_loses_none_of_those_before_it(
+    weights_intact: bool, save_every: int | None, saved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are saved if the weights still are those after them, and not a second time."""
+    run = Recorder(config(save_every_steps=save_every))
+    engine = Failing(run.accelerator, run.config)
+    engine.weights_intact = weights_intact
+    monkeypatch.setattr(Recorder, "engine", engine)
+    with pytest.raises(StepError, match="does not fit"):
+        run.fit(5)
+    assert [p.step for p in run.saved] == saved
+
+
+def test_the_last_steps_of_a_run_that_ends_early_are_logged() -> None:
+    settings = config(eval_every_steps=1, log_every_steps=4).changed(early_stopping_patience=1)
+    run = Recorder(settings, accuracies=[0.5, 0.6, 0.7, 0.8, 0.9, 0.8])
+    assert run.fit(9).step == 6
+    assert run.steps_of("train") == [4, 6]
 
 
 def break_gradients(run: Recorder, steps: set[int]) -> None:

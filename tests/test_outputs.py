@@ -381,3 +381,10 @@ def test_a_locked_folder_names_who_has_it(tmp_path: Path, seconds: float) -> Non
         lock(tmp_path)
     holder.kill()
     holder.wait()
+
+
+def test_a_note_is_said_and_kept_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = Outputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    outputs.note("one", None, "two", "one")
+    outputs.note("two", "three")
+    assert outputs.notes == ["one", "two", "three"] == capsys.readouterr().out.split()

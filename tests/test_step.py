@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from train.config import Config, Optimization
 from train.model import ModelWithLoss
 from train.records import IGNORE, MicroBatch, StepOutcome, UserError
-from train.step import Engine, optimizer_step, seed_step
+from train.step import Engine, optimizer_step, read_counts, seed_step
 
 VOCABULARY = 11
 
@@ -109,6 +113,117 @@ def test_gradient_is_the_mean_over_targets() -> None:
     assert outcome.loss_sum.item() == pytest.approx(sum(x.item() for x in losses), rel=1e-6)
 
 
+def partly_labelled(lengths: list[int], labelled: int) -> MicroBatch:
+    """A padded batch in which only the first ``labelled`` positions of each row are targets."""
+    made = batch(rows(lengths))
+    labels = made.labels.clone()
+    labels[:, labelled:] = IGNORE
+    return replace(made, labels=labels, num_targets=int((labels != IGNORE).sum()))
+
+
+def test_the_gradient_is_divided_by_targets_and_what_is_counted_keeps_its_name() -> None:
+    """Targets, tokens and positions are three numbers: of labels that count, of text, and with padding."""
+    window = [partly_labelled([7, 4], 3), partly_labelled([9], 2)]
+    after, [outcome] = stepped([window])
+    assert (outcome.num_targets, outcome.num_tokens, outcome.num_positions) == (3 + 3 + 2, 7 + 4 + 9, 14 + 9)
+    torch.manual_seed(0)
+    network = TinyModel().double()
+    losses = [
+        nn.functional.cross_entropy(network(b.inputs["input_ids"]).flatten(0, 1), b.labels.flatten(), reduction="sum")
+        for b in window
+    ]
+    (torch.stack(losses).sum() / 8).backward()
+    expected = {k: (p - p.grad).detach() for k, p in network.named_parameters() if p.grad is not None}
+    assert largest_difference(after, expected) < 1e-10
+    assert outcome.loss_sum.item() == pytest.approx(sum(x.item() for x in losses), rel=1e-6)
+
+
+def test_a_batch_of_tokens_without_labels_is_an_error() -> None:
+    with pytest.raises(UserError, match="every label is masked"):
+        stepped([[partly_labelled([7, 4], 0)]])
+
+
+def engine_of(**settings: Any) -> Engine:
+    return Engine(Accelerator(cpu=True), Config(optimization=Optimization(**settings)))
+
+
+def test_what_averages_over_micro_batches_and_ranks_is_undone() -> None:
+    engine = engine_of()
+    engine.accelerator = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        gradient_accumulation_steps=4,
+        num_processes=6,
+        device="cpu",
+        reduce=lambda counts, reduction: {"sum": 6 * counts}[reduction],
+    )
+    assert engine.loss_factor == 24
+    engine.copies = 3  # three ranks each have the same examples
+    assert torch.as_tensor(engine.total([5, 7, 8, 1])).tolist() == [10, 14, 16, 2]
+
+
+def test_a_stop_that_one_of_the_ranks_with_equal_examples_was_asked_for_counts() -> None:
+    assert read_counts(torch.tensor([8.0, 20.0, 23.0, 0.5])) == [8, 20, 23, 1]
+    assert read_counts([8, 20, 23, 0]) == [8, 20, 23, 0]
+
+
+class Scripted(Engine):
+    """An engine whose norm is given."""
+
+    norm = 1.0
+
+    def clip(self, model: nn.Module) -> float:
+        super().clip(model)
+        return self.norm
+
+
+@pytest.mark.parametrize(("norm", "clipped"), [(0.5, False), (math.nextafter(0.5, 1), True)])
+def test_a_norm_at_the_bound_is_not_clipped(norm: float, clipped: bool) -> None:
+    torch.manual_seed(0)
+    accelerator, network = Accelerator(cpu=True), TinyModel()
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
+    engine = Scripted(accelerator, Config(optimization=Optimization(max_grad_norm=0.5)))
+    engine.norm = norm
+    assert optimizer_step(engine, model, optimizer, [batch(rows([3]))]).clipped is clipped
+
+
+def test_ranks_that_share_tensors_count_their_share_of_the_loss() -> None:
+    torch.manual_seed(0)
+    accelerator, network = Accelerator(cpu=True), TinyModel()
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.0))
+    engine = Engine(accelerator, Config())
+    whole = optimizer_step(engine, model, optimizer, [batch(rows([3])), batch(rows([5]))]).loss_sum
+    engine.loss_share = 0.25
+    share = optimizer_step(engine, model, optimizer, [batch(rows([3])), batch(rows([5]))]).loss_sum
+    assert share.item() == pytest.approx(whole.item() / 4, rel=1e-6)
+
+
+def test_a_step_that_a_loss_scaler_skips_is_a_skipped_one_although_the_norm_is_finite() -> None:
+    steps: list[bool] = []
+    optimizer: Any = SimpleNamespace(step=lambda: steps.append(True), step_was_skipped=True)
+    assert engine_of().update(optimizer, 1.5) == (1.5, True)
+    optimizer.step_was_skipped = False
+    assert engine_of().update(optimizer, 1.5) == (1.5, False)
+    norm, skipped = engine_of().update(optimizer, math.inf)
+    assert (norm, skipped, len(steps)) == (math.inf, True, 2)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_changes_no_weight_although_its_gradient_is(value: float) -> None:
+    """Such as a penalty that overflows and has no gradient of its own."""
+    torch.manual_seed(0)
+    accelerator, network = Accelerator(cpu=True), TinyModel()
+    wrapped = ModelWithLoss(network)
+
+    def penalised(module: Any, arguments: Any, loss: Any) -> Any:
+        return loss + value
+
+    wrapped.register_forward_hook(penalised)
+    model, optimizer = accelerator.prepare(wrapped, torch.optim.SGD(network.parameters(), lr=0.1))
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    outcome = optimizer_step(Engine(accelerator, Config()), model, optimizer, [batch(rows([3]))])
+    assert outcome.skipped and not math.isfinite(outcome.grad_norm)
+    assert largest_difference(before, network.state_dict()) == 0
+
+
 @pytest.mark.parametrize("order", ["1", "2", "inf"])
 def test_clipping_by_norm(order: str) -> None:
     window = [batch(rows([9, 4]))]
@@ -175,6 +290,16 @@ def test_seed_of_a_step_depends_on_seed_step_and_rank_only() -> None:
 
     assert draw(1, 2, 3) == draw(1, 2, 3)
     assert len({draw(1, 2, 3), draw(0, 2, 3), draw(1, 1, 3), draw(1, 2, 0)}) == 4
+
+
+def test_the_seed_of_a_step_is_that_of_every_generator() -> None:
+    def draw(*key: int) -> tuple[float, float, float]:
+        seed_step(*key)
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - that of a fork's code
+
+    first, other = draw(1, 2, 3), draw(1, 3, 3)
+    assert draw(1, 2, 3) == first
+    assert all(one != two for one, two in zip(first, other, strict=True))
 
 
 def test_request_to_stop_comes_out_with_the_step() -> None:

@@ -41,8 +41,8 @@ class Outputs:
             sys.stdout.flush()
 
     def note(self, *lines: str | None) -> None:
-        """Lines that also belong in the summary."""
-        for line in map(figures.without_secrets, filter(None, lines)):
+        """Lines that also belong in the summary; each is said once."""
+        for line in (line for line in map(figures.without_secrets, filter(None, lines)) if line not in self.notes):
             self.say(line)
             self.notes.append(line)
 

@@ -173,6 +173,32 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
         {"requested_bytes": 6 * MIB},
     ),
+    "XLA": (
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
+        "bytes.",
+        {"on_host": False, "requested_bytes": 8 * GIB, "total_bytes": 0},
+    ),
+    "XLA, older": (
+        "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
+        {"on_host": False, "requested_bytes": 16 * GIB},
+    ),
+    "PyTorch/XLA": (
+        "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate "
+        "1.16G. That was not possible. There are 1.01G free.; (0x0x0_HBM0)",
+        {"on_host": False, "requested_bytes": 1.16 * GIB, "free_bytes": 1.01 * GIB},
+    ),
+    "XLA's compiler": (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.08G of "
+        "15.48G hbm. Exceeded hbm capacity by 3.60G.",
+        {"on_host": False, "requested_bytes": 0, "total_bytes": 15.48 * GIB},
+    ),
+    "XLA's allocator": (
+        "W external/xla/bfc_allocator.cc:485] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB "
+        "(rounded to 2684354560) requested by op",
+        {"on_host": False, "requested_bytes": 2.5 * GIB},
+    ),
+    "Slurm": ("srun: error: node7: task 0: Out Of Memory", {"on_host": True}),
+    "Kubernetes": ("State: Terminated\nReason: OOMKilled\nExit Code: 137", {"on_host": True}),
     "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"on_host": False, "requested_bytes": 0}),
     "Triton": ("RuntimeError: Triton Error [CUDA]: out of memory", {"on_host": False}),
     "overflow": ("CUDA out of memory. Tried to allocate more than 1EB memory.", {"requested_bytes": 2**60}),
@@ -225,7 +251,12 @@ def test_messages_of_several_ranks_are_not_mixed() -> None:
     [
         "",
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)",
-        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
+        "grpc: RESOURCE_EXHAUSTED: Received message larger than max (9000000 vs. 4194304)",
+        "google.api_core.exceptions.ResourceExhausted: 429 RESOURCE_EXHAUSTED: quota exceeded",
+        "RuntimeError: unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)",
+        "OSError: [Errno 28] No space left on device: '/home/me/runs/model.safetensors'",
+        "the job was killed by its owner",
+        "Process finished with exit code 1, loss 3.137",
         "RuntimeError: CUDA error: device-side assert triggered",
         "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
         "ValueError: max_length is large: lower it to avoid running out of memory",
@@ -289,15 +320,16 @@ def test_the_cause_follows_from_the_figures(message: str, reason: str, remedy: s
     assert first_remedy(text).startswith(remedy)
 
 
-@pytest.mark.parametrize("wording", WORDINGS)
-def test_texts_are_narrow(wording: str) -> None:
-    text = explain(WORDINGS[wording][0])
+@pytest.mark.parametrize("message", [*(m for m, _ in WORDINGS.values()), "Killed", "Bus error"])
+def test_texts_are_narrow(message: str) -> None:
+    text = explain(message)
     assert max(map(len, text.splitlines())) <= 100
     assert "None" not in text
 
 
 def test_every_flag_exists() -> None:
-    texts = "\n".join(explain(message) for message, _ in WORDINGS.values())
+    messages = [*(message for message, _ in WORDINGS.values()), "Killed", "Bus error"]
+    texts = "\n".join(map(explain, messages))
     typed = {line.strip().split("  ")[0] for line in texts.splitlines() if line.startswith("  --")}
     assert len(typed) > 10
     words = [word for flags in typed for word in (flags if " " in flags else f"{flags} 2").split()]
@@ -466,25 +498,68 @@ def test_torchs_own_error_on_a_cpu_is_recognised() -> None:
     assert (found.on_host, found.requested_bytes) == (True, 2**53)
 
 
+def remedies(text: str) -> list[str]:
+    return [line.strip().split("  ")[0] for line in text.partition("What to do")[2].splitlines()[1:] if line[2] != " "]
+
+
 @pytest.mark.parametrize(
     "message",
     [
         "RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.",
-        "RuntimeError: DataLoader worker (pid(s) 12, 34) is killed by signal: Bus error. It is possible that "
-        "dataloader's workers are out of shared memory.",
+        "RuntimeError: DataLoader worker (pid(s) 12, 34) is killed by signal: Killed. ",
         "worker process exited with exit code 137",
+        "Command terminated with exit status 137",
+        "subprocess.CalledProcessError: Command '[python]' returned non-zero exit status 137.",
+        "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.",
         "  exitcode  : -9 (pid: 4711)",
-        "Killed",  # what shells say of a program that the kernel has ended
+        "Signal 9 (SIGKILL) received by PID 4711",
+        "137",
+        "$ echo $?\n137\n",
+        "Killed",
+        "step 12 of 300, loss 3.2\nKilled\n",
+        "./run.sh: line 3: 4711 Killed                  accelerate launch train/main.py",
+        "[1]+  Killed                  python train/main.py",
+        "zsh: killed     python train/main.py",
         "step 3/10  loss 2.31\nKilled\n",
         "train.sh: line 3:  4242 Killed                  python train/main.py --config recipe.yaml",
-        "zsh: killed     python train/main.py",
         "[1]    4242 killed     python train/main.py",
     ],
 )
-def test_a_process_that_was_killed_is_a_lack_of_main_memory(message: str) -> None:
+def test_a_process_that_was_killed_is_probably_a_lack_of_main_memory(message: str) -> None:
     text = explain(message)
-    assert "Main memory (RAM) was full" in text
-    assert text.index("--dataloader_num_workers 0") < text.index("--loss chunked")
+    assert text.startswith("The system killed a process (signal 9, which shells report as exit status 137).")
+    assert "nearly always for want of main memory (RAM), not of the GPU's" in why(text)
+    assert "dmesg then says 'Killed process'" in why(text)
+    typed = remedies(text)
+    assert typed[0] == "--dataloader_num_workers 0" and "--loss chunked" in typed
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: DataLoader worker (pid(s) 12, 34) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "Bus error (core dumped)",
+        "RuntimeError: unable to write to file </torch_4711_1234_0>: No space left on device (28)",
+        "RuntimeError: unable to open shared memory object </torch_4711_1> in read-write mode: No space left on device "
+        "(28)",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/wave'",
+        "NCCL WARN Call to posix_fallocate failed : No space left on device\nNCCL WARN Error while creating shared "
+        "memory segment /dev/shm/nccl-x1y2z3 (size 9637888)",
+    ],
+)
+def test_a_full_dev_shm_is_not_taken_for_main_memory(message: str) -> None:
+    text = explain(message)
+    assert text.startswith("/dev/shm was full: neither the GPU nor, as a rule, main memory.")
+    assert "A container has 64 MiB of it" in why(text)
+    assert remedies(text) == ["--dataloader_num_workers 0", "docker run --shm-size 8g"]
+
+
+def test_a_card_that_ran_out_is_explained_although_the_launcher_then_killed_the_other_processes() -> None:
+    for message in (SIMPLY_FULL, WORDINGS["driver"][0]):
+        assert explain(f"{message}\n  exitcode  : -9 (pid: 4711)\nKilled") == explain(message)
+    assert explain(f"MemoryError\n{SIMPLY_FULL}\nBus error") == explain(SIMPLY_FULL)
 
 
 def test_shards_that_fsdp2_keeps_on_the_host_are_named_where_main_memory_is_full() -> None:

@@ -274,6 +274,14 @@ def test_what_the_loss_makes_of_the_head_is_no_activation(predictor: Predictors)
     assert cast[ACTIVATIONS] < plain[ACTIVATIONS] < gradient
 
 
+def test_time_and_operations_are_those_of_a_step_without_the_evaluation(predictor: Predictors) -> None:
+    plain = job(target=H100, mixed_precision="bf16")
+    alone, evaluating = (predictor.predict(replace(plain, eval_batch_size=size)) for size in (None, 8))
+    assert "evaluation" in evaluating.peak_bytes_by_phase and "evaluation" not in alone.peak_bytes_by_phase
+    assert alone.flops and alone.seconds
+    assert (evaluating.flops, evaluating.seconds) == (alone.flops, pytest.approx(alone.seconds, rel=1e-9))
+
+
 def test_what_a_card_would_do_depends_on_the_card(predictor: Predictors) -> None:
     def kernels(target: Target, **settings: Any) -> tuple[str, ...]:
         return predictor.predict(job(target=target, **settings)).attention_kernels

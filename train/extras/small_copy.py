@@ -96,10 +96,8 @@ def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator
     """An architecture to try: few narrow layers, short windows, on the CPU, in evaluation mode.
 
     Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
-    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
-
-    Raises:
-        ValueError: it has too many parameters and cannot be made smaller.
+    not one of transformers is copied as it is, with such weights; ValueError where it has too many parameters for that.
+    Leaves the context of a prediction meanwhile.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # not those of devices, which are not restored

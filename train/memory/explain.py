@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from train.figures import gib
 from train.memory import ladder
-from train.memory.oom import OutOfMemory, parse_oom
+from train.memory.oom import OutOfMemory, parse_oom, squeezed
 from train.records import UsageError
 
 _WIDTH = 100
@@ -40,6 +40,10 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
         *_FEW,
     ),
+    "shared": (
+        ("--dataloader_num_workers 0", "loads in the process that trains; same result"),
+        ("docker run --shm-size 8g", "or --ipc host; in Kubernetes an emptyDir of medium Memory on /dev/shm"),
+    ),
     "unknown": (_LIST, *_ALL),
     "refused": (_LIST, ("run it again", "if it fails at the same place, no other process is to blame"), *_FEW),
     "others": (_LIST, ("CUDA_VISIBLE_DEVICES=N", "another card than this one, if there is one"), *_FEW),
@@ -63,6 +67,22 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "full": _ALL,
 }  # (what to type, what it does), cheapest first
+# What is told by words alone, squeezed: cause, what happened, why.
+_BY_WORDS = {
+    r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
+    r"|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
+        "shared",
+        "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
+        "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",
+    ),
+    r"(?:Killed|[:\d]killed)(?!by)|SIGKILL|(?:^|\$\?)137$"
+    r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)": (
+        "host",
+        "The system killed a process (signal 9, which shells report as exit status 137).",
+        "nearly always for want of main memory (RAM), not of the GPU's: dmesg then says 'Killed process'. Else a limit "
+        "of the scheduler's, or kill -9.",
+    ),
+}
 
 
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
@@ -113,8 +133,8 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
 def _account(oom: OutOfMemory, weights_fill: bool, recognised: str = "") -> tuple[str, list[str]]:
     """The cause of ``oom``, and lines that say what it means."""
     cause, why = _diagnosis(oom, weights_fill)
-    device = "" if oom.device_index is None else f" {oom.device_index}"
-    where = "Main memory (RAM)" if oom.on_host else f"Memory of GPU{device}"
+    device = "The device's memory" if oom.device_index is None else f"Memory of GPU {oom.device_index}"
+    where = "Main memory (RAM)" if oom.on_host else device
     more = f": {gib(oom.requested_bytes)} more did not fit" if oom.requested_bytes else ""
     return cause, [f"{where} was full{more}.", *_figures(oom), *_wrapped("Why: ", why + recognised)]
 
@@ -138,10 +158,15 @@ def explain(message: str) -> str:
 
     The message may stand alone or within a traceback or log. Raises UsageError if it is not about memory.
     """
-    oom = parse_oom(message)
-    if oom is None:
+    oom, text = parse_oom(message), squeezed(message)
+    told = next((told for pattern, told in _BY_WORDS.items() if re.search(pattern, text)), None)
+    # A process is often killed because another one ran out; a message with torch's figures is the one to explain.
+    if told is not None and (oom is None or (told[0] != "host" and not oom.total_bytes)):
+        cause, lines = told[0], [told[1], *_wrapped("Why: ", told[2])]
+    elif oom is not None:
+        cause, lines = _account(oom, weights_fill=_LOADING.search(message) is not None)
+    else:
         raise UsageError("explain: this is not an out-of-memory message. Give the whole message in quotes.")
-    cause, lines = _account(oom, weights_fill=_LOADING.search(message) is not None)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
     remedies = _WHAT_TO_DO[cause]
     column = max(len(typed) for typed, _ in remedies)

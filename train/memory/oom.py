@@ -1,7 +1,7 @@
 """Out-of-memory messages: which they are, and the figures in them.
 
 All figures are read from the wording of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp, from version 2.11
-on); most other messages give at most the size that was asked for.
+on); most other messages give at most the size that was asked for, XLA's also what is free.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-# All patterns are for text without white space, see _squeezed.
-_SIZE = r"(\d+(?:\.\d*)?)(bytes?|[KMGTPE]i?B)"
+# All patterns are for text without white space, see squeezed.
+_SIZE = r"(\d+(?:\.\d*)?)(bytes?|[KMGTPE](?:i?B)?)"  # XLA writes 1.16G
 _FIGURES = {
-    "requested_bytes": r"(?:allocate(?!d)|calloc)\D{0,20}?SIZE",
-    "total_bytes": "totalcapaci?tyofSIZE",
-    "free_bytes": "ofwhichSIZEisfree",
+    "requested_bytes": r"(?:allocat(?:e(?!d)|ing)|calloc|toreserve)\D{0,20}?SIZE",
+    "total_bytes": r"(?:totalcapaci?tyof|Used[\d.]+\w?of)SIZE",
+    "free_bytes": "(?:ofwhich|Thereare)SIZE(?:is)?free",
     "process_bytes": "thisprocesshasSIZEmemoryinuse",
     "allocated_bytes": "SIZEisallocatedbyPyTorch",
     "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
 }
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 _TORCH = "outofmemory.Triedtoallocate"
-_HOST = (
-    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
-    r"|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
-    r"|(?:\d|zsh:)[Kk]illed|Killed$"  # all that a shell says
+_HOST = (  # srun: of a step's control group
+    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]?kill|killedprocess)"
+    r"|srun:\S{0,60}OutOfMemory"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
-    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure))(?i:outofmemory)(?![a-z])"
+    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure))(?i:outofmemory)(?![a-z])|ranoutofmemorytrying"
+    r"|(?i:resource_?exhausted)(?=\S{0,200}(?i:outofmemory|oomwhen|toallocate|toreserve|hbm))"
     "|(?i:alloc(?:ation)?_failed|cublas_status_not_initialized|(?:tried|unable|failed)to(?:cuda)?[cm]?alloc)"
 )
 
@@ -69,7 +69,7 @@ def parse_oom(message: str) -> OutOfMemory | None:
 
     Of several messages the first one with torch's figures counts. Sizes are as exact as the message: two decimals.
     """
-    text = _squeezed(message)
+    text = squeezed(message)
     if (found := re.search(_TORCH, text) or re.search(_ANY, text)) is None:
         return None
     text = text[found.start() : found.start() + 1000]
@@ -83,7 +83,7 @@ def parse_oom(message: str) -> OutOfMemory | None:
     return _own_process_found(oom)
 
 
-def _squeezed(message: str) -> str:
+def squeezed(message: str) -> str:
     """``message`` without colours, ranks such as ``[rank0]:`` before its lines, quotes and any white space.
 
     Terminals and web pages break these long lines anywhere, also within a word or a number.

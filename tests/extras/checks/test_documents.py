@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
 
+from train.batching import Loading
 from train.config import Config
 from train.extras.checks import Extra
-from train.extras.checks.documents import describe, describe_batch, with_known_labels
+from train.extras.checks.documents import describe, describe_batch, describe_training, with_known_labels
 from train.records import BatchArithmetic, Corpus, Examples, UserError
 from train.tasks import load_task, tokenize
 
@@ -99,3 +100,29 @@ def test_the_arithmetic_of_a_batch_is_said() -> None:
     assert describe_batch(BatchArithmetic(1, 3, 2)).endswith(
         "1 example per micro-batch × 3 accumulated × 2 processes = 6 per step"
     )
+
+
+def training_lines(sizes: tuple[int, int], total: int, **optimization: Any) -> list[str]:
+    config = Config().changed(max_length=2048, learning_rate=0.1, **optimization)
+    batches = SimpleNamespace(
+        loading=Loading(cast("Any", None)), arithmetic=BatchArithmetic(2, 4, 3), steps_per_epoch=8
+    )
+    state = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+    parts: Any = SimpleNamespace(sizes=sizes, total_steps=total, batches=batches, state=state)
+    return describe_training(cast("Any", SimpleNamespace(config=config)), parts)
+
+
+def test_what_is_said_of_model_and_batch() -> None:
+    assert training_lines((3_000_000, 3_000_000), 20) == [
+        "model: llama, 3.00 M parameters, sequences of up to 2,048 tokens",
+        "batch: 2 examples per micro-batch × 4 accumulated × 3 processes = 24 per step; 20 steps (2.50 epochs)",
+    ]
+    [model, batch] = training_lines((30_000, 3_000_000), 1)
+    assert model == "model: llama, 3.00 M parameters (0.03 M trained, 1.00%), sequences of up to 2,048 tokens"
+    assert batch.endswith("= 24 per step; 1 step (0.12 epochs)")
+
+
+def test_a_warm_up_that_does_not_end_is_told_with_the_highest_rate() -> None:
+    assert len(training_lines((1, 1), 20, warmup_steps=20)) == 2
+    [*_, line] = training_lines((1, 1), 20, warmup_steps=40)
+    assert line == "learning rate: at most 5.00e-02 of 1.00e-01, because warm-up takes 40 steps"

@@ -119,7 +119,7 @@ def test_a_model_with_a_window_computes_what_it_would_by_itself(
     with torch.no_grad():
         found, expected = model(input_ids=ids).logits, own(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    said = "WARNING: windows take a mask of 64 × 64 in this model: a small copy gave other results without a mask"
+    said = "WARNING: windows take a mask of 64 × 64: a small copy cannot do without"
     assert (said in run.outputs.notes, takes_documents(model)) == (needs_mask, not needs_mask)
 
 

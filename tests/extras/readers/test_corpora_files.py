@@ -124,6 +124,64 @@ def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, del
     assert {d["text"]: d["label"] for d in found.values()} == LINES
 
 
+PRETTY = [
+    {"text": "one {with} braces\nand two lines", "label": 1, "meta": {"tags": ["a", {"b": 2}], "more": {}}},
+    {"text": "zwei ü }", "label": "1", "meta": None},
+    {"text": "drei\u2028{", "label": 2, "meta": [[], [{}]]},
+    {"text": "four", "label": 2},
+]
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+@pytest.mark.parametrize("indent", [1, 2, "\t"])
+@pytest.mark.parametrize("between", ["\n", "\n\n", "\r\n"])
+def test_objects_that_run_over_several_lines_are_read(
+    tmp_path: Path, name: str, indent: int | str, between: str
+) -> None:
+    """As ``jq .`` and ``json.dump(…, indent=2)`` in a loop write them: no array, and not one a line."""
+    objects = [json.dumps(record, indent=indent, ensure_ascii=False) for record in PRETTY]
+    objects[3] = json.dumps(PRETTY[3])  # and one on a line
+    (tmp_path / name).write_text(between + between.join(objects) + "\n", encoding="utf-8", newline="")
+    found = all_documents(load(tmp_path / name, labelled=True))
+    assert {(d["text"], d["label"]) for d in found.values()} == {(str(r["text"]), str(r["label"])) for r in PRETTY}
+    lines = (tmp_path / name).read_bytes().splitlines()
+    for source, document in found.items():
+        begin = int(source.removeprefix(f"{name}:")) - 1
+        assert lines[begin].startswith(b"{")
+        assert json.dumps(document["text"], ensure_ascii=False).encode() in b"".join(lines[begin : begin + 2])
+
+
+def test_an_object_over_several_lines_that_is_damaged_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text('{\n "text": "a"\n}\n{\n "text": "b",\n "x": \n}\n{\n "text": "c"\n}\n{"text": "d"}\n')
+    assert message(path).startswith(f"{path}:4: not JSON (Expecting value: line 4 column 1")
+    corpus = load(path, on_bad_record="skip")
+    assert texts(corpus) == {"a", "c", "d"}
+    assert corpus.notes[0].startswith(f"skipped 1 bad record of {path}, the first {path}:4: not JSON")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "a"}{"text": "b"}\n',
+        '{"text": "a"}\n{\n "text": "b"\n}\n',
+        '{\n "text": "a"\n},\n{\n "text": "b"\n}\n',
+        '  {\n "text": "a"\n  }\n  {\n "text": "b"\n  }\n',
+        '{\n"text": "a",\n"meta":\n{\n"b": 1\n}\n}\n',
+    ],
+)
+def test_objects_that_cannot_be_told_apart_are_refused_with_a_remedy(tmp_path: Path, content: str) -> None:
+    (tmp_path / "d.json").write_text(content)
+    said = message(tmp_path / "d.json")
+    assert "not JSON" in said and "An object begins at the start of a line; `jq -c . FILE` puts each on one." in said
+
+
+def test_a_damaged_first_line_costs_no_other(jsonl: Write) -> None:
+    corpus = load(jsonl('{"text": "a', {"text": "b"}, {"text": "c"}), on_bad_record="skip")
+    assert texts(corpus) == {"b", "c"}
+    assert "skipped 1 bad record" in corpus.notes[0]
+
+
 @pytest.mark.parametrize(
     ("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("cp1252", "a.json"), ("latin-1", "a.txt")]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -82,3 +82,20 @@ def test_a_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> No
 def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
     with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
         prepared("causal_lm", metric_folder)
+
+
+class Sided:
+    """A metric for which it matters which side is which."""
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, Any]:
+        return {"predicted": list(predictions), "right": list(references)}
+
+
+def test_a_further_metric_gets_predictions_and_references_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluate.load", lambda *_, **__: Sided())
+    config = Config().changed(task="sequence_classification", metrics=["sided"])
+    selection, run = Extra(), cast("Any", SimpleNamespace(config=config))
+    data: Any = SimpleNamespace(task=SimpleNamespace(labelled=True), examples=SimpleNamespace(label_names=("a", "b")))
+    selection.change_data(run, data)
+    table = np.array([[0, 0.5, 1, 1, 1, 0], [1, 0.5, 1, 0, 0, 0]], dtype=float)
+    assert selection.metrics(run, data, "test", table) == {"predicted": [1, 0], "right": [0, 0]}

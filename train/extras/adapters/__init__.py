@@ -57,9 +57,7 @@ class Extra(extras.Extra):
             )
         if launch.engine not in engines or launch.copies > 1:
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
-            raise UsageError(
-                f"adapter: {own.adapter} does not work with {launch} in the launch file: use {files}, or adapter: none."
-            )
+            raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         own = vars(run.config.of(Options))

@@ -40,10 +40,7 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         settings.check_launch_file()
-        settings.check_values(config)
-        settings.check_precision(config, launch)
-        settings.check_steps(config)
-        settings.check_model(config)
+        settings.check_settings(config, launch)
 
     def started(self, run: Run) -> None:
         if (known := run.accelerator.num_processes) != run.launch.world_size:

@@ -40,18 +40,16 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def check_values(config: Config) -> None:
-    """Raises UsageError for empty texts, such as variables that were not set, and numbers that are too large."""
+def check_settings(config: Config, launch: Launch) -> None:
+    """Raises UsageError for values, and combinations of them, that cannot work."""
     for name, value in to_values(config).items():
-        if isinstance(value, str) and not value.strip():
+        if isinstance(value, str) and not value.strip():  # a variable that was not set
             raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
         if isinstance(value, int) and value >= 2**63:  # torch and Arrow hold no more
             raise UsageError(f"{name}: {value} is too large: at most {2**63 - 1}.")
 
-
-def check_precision(config: Config, launch: Launch) -> None:
-    """Raises UsageError where launcher and configuration contradict each other, or a precision would not do."""
-    model, asked = config.architecture, config.optimization.mixed_precision
+    model, optim, folder = config.architecture, config.optimization, config.output.output_dir
+    asked = optim.mixed_precision
     if launch.precision not in ("no", "fp16", "bf16"):
         raise UsageError(f"mixed_precision: {launch.precision} in the launch file: use fp16, bf16 or no.")
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
@@ -62,10 +60,6 @@ def check_precision(config: Config, launch: Launch) -> None:
     if model.dtype == "float16" and config.get("adapter", "none") == "none":  # AdamW's second moment would underflow
         raise UsageError("dtype: float16 is for weights that are not trained: give --mixed_precision fp16 instead.")
 
-
-def check_steps(config: Config) -> None:
-    """Raises UsageError where batch sizes, the number of steps, or ways to clip contradict each other."""
-    optim = config.optimization
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError("max_grad_norm and max_grad_value clip the same gradient: set one to null (a flag to None).")
     if optim.micro_batch_size == "auto" and optim.global_batch_size is None:
@@ -75,10 +69,6 @@ def check_steps(config: Config) -> None:
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:
         raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
 
-
-def check_model(config: Config) -> None:
-    """Raises UsageError where it is not clear which model to train, with which tokenizer, or where to put it."""
-    model, folder = config.architecture, config.output.output_dir
     if model.model is None and model.model_config is None:
         raise UsageError("no model: give --model, model_config, or --config recipes/quickstart.yaml for its small one.")
     if model.model is not None and model.model_config is not None:

@@ -24,6 +24,7 @@ from train.state import Block, TrainingState
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 Blocks: TypeAlias = Mapping[str, Mapping[str, Block]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
+NO_THREAD = "checkpoints: this process may start no more threads (ulimit -u), so training waits until each is written"
 
 
 class Saving:
@@ -72,7 +73,8 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(self._own_part_is_done.wait)
-            thread.join()
+            if thread.is_alive():
+                thread.join()
             checkpoint.together(self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -84,7 +86,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
@@ -94,8 +96,7 @@ class Saving:
         size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
         has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
         if not all(exchange(has_room)):
-            if NO_ROOM not in run.outputs.notes:
-                run.outputs.note(NO_ROOM)
+            run.outputs.note(NO_ROOM)
             return False
         is_on_card = any(tensor.is_cuda for tensor in tensors)
         if is_on_card and held < size_bytes:
@@ -115,7 +116,11 @@ class Saving:
         self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # this rank writes its part before it trains on; the threads of others need not know
+            run.outputs.note(NO_THREAD)
+            self._thread.run()
         return True
 
     def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:

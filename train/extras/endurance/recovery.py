@@ -115,7 +115,9 @@ class Recovering(Engine):
                 except Exception as error:  # ends here: it keeps the activations alive
                     if not is_out_of_memory(error):
                         raise
-                    fault = self._fault(error)
+                    rank = f", rank {self.accelerator.process_index}" if self._group is not None else ""
+                    where = "{}, micro-batch of {:,} × {:,}{}".format(self._phase, *self._shape, rank)
+                    fault = Fault(self._phase, self._shape, where, str(error) or type(error).__name__)
                 if fault.phase not in ("forward", "backward"):  # once the ranks have averaged, none can go back alone
                     raise OutOfMemoryError(fault)
                 self._rewind()
@@ -199,12 +201,6 @@ class Recovering(Engine):
             everyone = [None] * self.accelerator.num_processes
             dist.all_gather_object(everyone, fault, group=self._group)
         raise OutOfMemoryError(next(known for known in everyone if known is not None))
-
-    def _fault(self, error: Exception) -> Fault:
-        (batch_size, length), own = self._shape, self.accelerator.process_index
-        rank = f", rank {own}" if self._group is not None else ""
-        where = f"{self._phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
-        return Fault(self._phase, self._shape, where, str(error) or type(error).__name__)
 
     def _rewind(self) -> None:
         """Back to the start: no gradients, the random state and the persistent buffers of then."""

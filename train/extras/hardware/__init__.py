@@ -118,8 +118,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
         torch.set_num_threads(own.cpu_threads or share)
     # accelerate's optimizer searches the disk for a package twice a step, and inspects this method; once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
-    zero_grad: Any = torch.optim.Optimizer.zero_grad
-    zero_grad.__signature__ = inspect.signature(zero_grad)
+    torch.optim.Optimizer.zero_grad.__signature__ = inspect.signature(torch.optim.Optimizer.zero_grad)  # pyright: ignore
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time

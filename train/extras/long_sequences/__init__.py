@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class Options:
     """Packing, positions and windows."""
 
-    packing: bool = option(
-        False, "Fill rows of max_length with several examples; none sees another; a row counts as one.", everyday=True
-    )
+    packing: bool = option(False, "Rows of several examples; none sees another, a row counts as one.", everyday=True)
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Form micro-batches by tokens, padding included; needs global_batch_size.",
@@ -130,5 +128,4 @@ class Extra(extras.Extra):
         if packing or (slides and (run.is_planned or not attention.obstacle_to_documents(network, shared=False))):
             attention.set_document_boundaries(network)
         elif slides:
-            why = "a small copy gave other results without a mask"
-            run.outputs.note(f"WARNING: windows take a mask of {length:,} × {length:,} in this model: {why}")
+            run.outputs.note(f"WARNING: windows take a mask of {length:,} × {length:,}: a small copy cannot do without")

@@ -87,9 +87,7 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     """Rows of at most ``room`` tokens by :func:`best_fit`."""
     layout = 3  # change it when rows look different, so that rows cached before are not reused
     fingerprint = hashlib.sha256(f"{examples_digest(examples)} {room} {layout}".encode()).hexdigest()[:32]
-    features = {
-        name: feature if name in SUMMED else datasets.Sequence(feature) for name, feature in examples.features.items()
-    }
+    features = {n: kind if n in SUMMED else datasets.Sequence(kind) for n, kind in examples.features.items()}
     columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})
     return generated(_rows, columns, fingerprint, examples=examples, room=room)
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class Options:
     """Optimizers that need less memory."""
 
-    optimizer_offload: bool = option(
-        False, "Keep adamw's state, and fp32 originals of bf16 weights, in host memory and update there."
-    )
+    optimizer_offload: bool = option(False, "Keep, and update, adamw's state and bf16 weights' originals on the host.")
     optimizer_in_backward: bool = option(
         False, "Update each weight as soon as its gradient is there; one process, one micro-batch, no max_grad_norm."
     )
@@ -43,9 +41,7 @@ class Extra(extras.Extra):
     def check(cls, config: Config, launch: Launch) -> None:
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-            raise UsageError(
-                "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
-            )
+            raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
         if own.learning_rate_scaling != "none" and own.learning_rate_reference_batch_size is None:
             raise UsageError("learning_rate_scaling needs learning_rate_reference_batch_size, which it scales from.")
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"

@@ -119,7 +119,5 @@ class OffloadedAdamW(torch.optim.AdamW):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             if MASTER in found and not torch.equal(found[MASTER].to("cpu", parameter.dtype), parameter.cpu()):
                 found.pop(MASTER)  # an optimizer without originals has made steps since
-            self.state[parameter] = {
-                name: value.to("cpu", torch.float32 if name == "step" else dtype) for name, value in found.items()
-            }
+            self.state[parameter] = {k: v.to("cpu", torch.float32 if k == "step" else dtype) for k, v in found.items()}
         self._weights.clear()

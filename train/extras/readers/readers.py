@@ -2,8 +2,8 @@
 
 A bad record is a row with a ``problem``, so ``on_bad_record`` can change without reading the files again. Readers yield
 ``(position, record)``: a line (a row in Parquet, an index in a JSON array), and columns by name, another JSON value or
-a :class:`RecordError`. Files are read piece by piece, except for JSON arrays and text files that are one document.
-Bytes that are not of the encoding become half characters, by which their record, and no other, is found to be bad.
+a :class:`RecordError`. Files are read piece by piece, except JSON arrays, objects over several lines, and text files
+that are one document. Bytes that are not of the encoding become half characters, by which their record is found bad.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -31,7 +32,7 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
-FORMAT = 7  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 8  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
@@ -168,12 +169,16 @@ def _open(path: Path, encoding: str) -> TextIO:
 
 
 def _read_json(path: Path, encoding: str) -> Found:
-    """One object a line, or an array of objects; blank lines are passed over."""
+    """One object a line, objects over several lines, or an array of objects; blank lines are passed over."""
     with _open(path, encoding) as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
         if not first.lstrip().startswith("["):
-            yield from ((number, _parsed(line)) for number, line in enumerate(file, start=1) if line.strip())
+            found = enumerate(file, start=1)
+            if first.startswith("{") and isinstance(_parsed(first), RecordError):  # it runs on, or is damaged
+                pieces = re.split(r"^(?=\{)", file.read(), flags=re.MULTILINE)  # what belongs to an object is indented
+                found = zip(accumulate((piece.count("\n") for piece in pieces), initial=1), pieces, strict=False)
+            yield from ((number, _parsed(text)) for number, text in found if text.strip())
         elif isinstance(array := _parsed(file.read()), list):
             yield from ((f"[{index}]", item) for index, item in enumerate(array))
         else:
@@ -184,7 +189,8 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return RecordError(f"not JSON ({error})".replace(": line 1 column", " at column"))
+        several = ". An object begins at the start of a line; `jq -c . FILE` puts each on one" * ("{" in text)
+        return RecordError(f"not JSON ({error}){several}".replace(": line 1 column", " at column"))
 
 
 def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Literal[0, 3]) -> Found:
@@ -194,10 +200,8 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
         first = next((line for line in file if line.strip()), "").rstrip()
         file.seek(0)
         usual = "\t" if path.suffix.lower() == ".tsv" else ","
-        delimiters = (
-            mark for mark in (usual, *",;\t|") if {*columns} <= {name.strip('"') for name in first.split(mark)}
-        )
-        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=next(delimiters, usual))
+        marks = (mark for mark in (usual, *",;\t|") if {*columns} <= {name.strip('"') for name in first.split(mark)})
+        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=next(marks, usual))
         header: list[str] = []
         while True:
             line = reader.line_num + 1
