@@ -25,7 +25,17 @@ from train.launch import Launch
 from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
-from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepError, StepOutcome, UserError
+from train.records import (
+    DivergenceError,
+    Evaluation,
+    MicroBatch,
+    Parts,
+    Progress,
+    Run,
+    StepError,
+    StepOutcome,
+    UserError,
+)
 from train.step import Engine, optimizer_step
 
 
@@ -349,8 +359,20 @@ def test_skipped_step_is_logged_with_its_examples_and_counted() -> None:
 def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
     run = Recorder(config().changed(max_consecutive_nonfinite_steps=3))
     break_gradients(run, {0, 2, 3, 4})
-    with pytest.raises(UserError, match="step 5: no finite gradient in 3 steps in a row"):
+    with pytest.raises(DivergenceError, match="step 5: no finite gradient in 3 steps in a row") as caught:
         run.fit(7)
+    assert caught.value.sound_step == 2
+
+
+@pytest.mark.parametrize(("loss", "usual"), [(4.0, 0.9 * 2 + 0.1 * 4), (math.inf, 2.0), (math.nan, 2.0)])
+def test_a_loss_at_the_bound_is_no_spike_and_one_that_is_not_finite_is_never_usual(loss: float, usual: float) -> None:
+    progress, factor = Progress(step=9, usual_loss=2.0), 2.0 if math.isfinite(loss) else None
+    run = run_for(config().changed(loss_spike_factor=factor))
+    assert Endurance().logged(run, progress, loss, 6).usual_loss == pytest.approx(usual, rel=1e-12)
+    run = run_for(config().changed(loss_spike_factor=1.99))
+    with pytest.raises(DivergenceError, match="step 9: the loss since step 6 is") as caught:
+        Endurance().logged(run, progress, loss, 6)
+    assert caught.value.sound_step == 6
 
 
 def scaled(run: Recorder, scale: float, monkeypatch: pytest.MonkeyPatch) -> torch.amp.GradScaler:
