@@ -91,5 +91,5 @@ def test_whatever_saves_memory_and_wherever_it_runs_out_the_weights_are_those_of
         for phase in phases:
             ran = Ran(EXIT_DONE, "", tmp_path / f"{kind}, {phase}", {})
             recovers = phase in ("forward", "backward") and not in_backward
-            assert ran.summary["oom_recoveries"] == recovers
+            assert ran.summary.get("oom_recoveries", 0) == recovers
             assert_equal(ran, on_cpu, 1e-5 if recovers else 1e-6)
