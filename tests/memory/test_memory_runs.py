@@ -230,6 +230,7 @@ class NextToACard:
         from train.memory import session
         from train.memory.devices import find_device
         from train.records import MicroBatch
+        from train.tasks import load_task
 
         monkeypatch.setattr(session, "this_device", lambda: find_device("l4"))
         monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
@@ -244,6 +245,7 @@ class NextToACard:
         )
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
         config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+        data.task = load_task("causal_lm")(config)
         self.run = run_for(config, launch=Launch(precision="bf16"))
         monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device("cuda", 0))
         self.jobs: list[Any] = []
