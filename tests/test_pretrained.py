@@ -71,3 +71,15 @@ def test_dropout_counts_and_is_not_lost_by_a_resume(own: tuple[Any, ...], recipe
         assert sorted(found[dropout]) == [1, 2, 3, 4]
         assert trained_losses(pieces) == found[dropout]
     assert all(abs(found[0.5][step] - found[0.0][step]) > 1e-3 for step in found[0.0])
+
+
+def test_memory_of_dropout_is_predicted(recipe: Path, tmp_path: Path) -> None:
+    """Also for a stored model: in evaluation mode, as it is loaded, it would keep no masks of dropout."""
+    peaks = {}
+    for dropout in (0.0, 0.5):
+        model, run = stored(tmp_path / f"gpt2-{dropout}", dropout), tmp_path / f"run-{dropout}"
+        assert train(recipe, run, *FLAGS, "--predict_memory", True, "--max_steps", 2, "--model", model) == EXIT_DONE
+        summary = json.loads((run / "summary.json").read_text())
+        peaks[dropout] = summary["predicted_peak_bytes"]
+        assert peaks[dropout] == pytest.approx(summary["peak_allocated_bytes"], rel=5e-3)
+    assert peaks[0.5] > 1.05 * peaks[0.0]
