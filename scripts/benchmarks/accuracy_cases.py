@@ -102,6 +102,10 @@ def small_cases() -> list[Job]:
         small("llama", "sequence_classification", 512, 4, padded=True),
         small("llama", "sequence_classification", 512, 4, padded=True, **full),
         small("mixtral", "causal_lm", 384, 2, **full, loss="chunked"),
+        small("llama", "causal_lm", 512, 2, eval_batch_size=64),
+        small("gpt2", "causal_lm", 384, 2, eval_batch_size=64, loss="chunked"),
+        small("bert", "sequence_classification", 384, 4, padded=True, **full, eval_batch_size=32),
+        small("mixtral", "causal_lm", 384, 2, **full, eval_batch_size=16),
     ]
     return [*every, *with_each, *others]
 
@@ -179,7 +183,7 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
 
     Args:
         architecture: fields of the model's config.
-        settings: flags; and ``padded``: the batch has an attention mask.
+        settings: flags; and ``padded``: the batch has an attention mask. ``eval_batch_size``: evaluates, too.
     """
     padded, accumulation = settings.pop("padded", False), settings.pop("gradient_accumulation_steps", 1)
     kind = architecture["model_type"]
@@ -203,6 +207,7 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
         accumulates=accumulation > 1,
         num_labels=8 if task == "sequence_classification" else 0,
         padded=padded,
+        eval_batch_size=settings.get("eval_batch_size"),
     )
 
 

@@ -292,6 +292,15 @@ class Training:
         self.was_skipped = outcome.skipped  # accelerate's own flag is never set where fused AdamW skips by itself
         return outcome
 
+    def evaluate(self, batch: MicroBatch) -> None:
+        """Scores ``batch`` as an evaluation does."""
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            self.model(batch.inputs, batch.labels, scored=True)
+        self.model.train()
+
     @property
     def precision(self) -> str:
         """no, fp16 or bf16."""

@@ -174,16 +174,23 @@ def measured_apart(job: Job) -> dict[str, Any]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """The step of ``job`` for real, in this process; peak bytes of the last of three steps."""
+    """The step of ``job`` for real, in this process; peak bytes of the last of three steps.
+
+    On a CPU an evaluation follows, if ``job`` says of how many examples.
+    """
     import torch
 
+    from train.memory.predict import random_batch
+
     micro_batches = building.random_micro_batches(job, 2 if job.accumulates else 1)
-    seconds = 0.0
+    seconds, evaluated = 0.0, random_batch(job, job.eval_batch_size or 1)
     if job.target.device_type == "cpu":
         with harness.traced_allocations() as traced:
             training = building.build_training(job, micro_batches)
             for _ in range(3):
                 seconds = harness.timed(training.step)
+            if job.eval_batch_size:
+                training.evaluate(evaluated)
         return {"measured_bytes": traced.peak_bytes, "seconds": seconds}
     training = building.build_training(job, micro_batches)
     for number in range(SCALE_STEPS):
