@@ -119,8 +119,8 @@ def train(run: records.Run) -> int:
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
     model, optimizer = cast("Any", accelerator.prepare(with_loss, build_optimizer(run, with_loss.model)))
     unwrapped: Any = accelerator.unwrap_model(model)
-    contents = unwrapped.model, optimizer.optimizer, joined.merged("identity", run, data), accelerator.scaler
-    state = joined.first("state", *contents) or TrainingState(*contents)
+    checkpointed = unwrapped.model, optimizer.optimizer, joined.merged("identity", run, data), accelerator.scaler
+    state = joined.first("state", *checkpointed) or TrainingState(*checkpointed)
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.

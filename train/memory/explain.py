@@ -79,8 +79,8 @@ _BY_WORDS = {
     r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)": (
         "host",
         "The system killed a process (signal 9, which shells report as exit status 137).",
-        "nearly always for want of main memory (RAM), not of the GPU's: dmesg then says 'Killed process'. Else a limit "
-        "of the scheduler's, or kill -9.",
+        "nearly always for want of main memory (RAM), not of the GPU's: dmesg then says 'Killed process'. Otherwise a "
+        "scheduler's limit, or kill -9.",
     ),
 }
 
