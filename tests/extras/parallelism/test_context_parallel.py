@@ -64,6 +64,7 @@ def test_the_parts_make_the_batch_whatever_its_length() -> None:
         ("gpt_neox", {}, "not every layer has a causal self_attn"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout is 0\.1, not 0"),
         ("llama", {"attn_implementation": "eager"}, "attn_implementation is eager, not sdpa"),
+        ("mixtral", {"output_router_logits": True}, "experts are balanced over whole sequences"),
     ],
 )
 def test_models_whose_sequences_cannot_be_divided(model_type: str, fields: dict[str, Any], message: str) -> None:
@@ -78,7 +79,7 @@ def test_inputs_that_cannot_be_divided_are_refused() -> None:
         part_of(batch, 0, 2)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2", "mixtral"])
 def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
     prepare(model(model_type))
 

@@ -155,6 +155,8 @@ def ulysses(accelerator: Any) -> Ulysses:
         ({"sliding_window": 64}, None),
         ({"layer_types": ["conv", "full_attention"]}, "it has conv"),
         ({"head_dim": None}, None),
+        ({"output_router_logits": False}, None),
+        ({"output_router_logits": True}, "its experts are balanced over whole sequences"),
         ({"num_attention_heads": 3}, "its 3 heads, 2 of keys, are not a multiple of 2"),
         ({"num_key_value_heads": 3}, "its 4 heads, 3 of keys"),
         ({"num_key_value_heads": None}, "its 4 heads, None of keys"),

@@ -50,8 +50,10 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
 def check_model(model: nn.Module, field: str, obstacle_of: Callable[[nn.Module, Any], str | None]) -> None:
     """Raises UserError, with the reason, unless the sequences of ``model`` can be divided."""
     config: Any = getattr(model, "config", None)
-    name = getattr(config, "model_type", type(model).__name__)
-    obstacle = obstacle_of(model, config.get_text_config()) if config is not None else "it is not a transformers model"
+    name, text = getattr(config, "model_type", type(model).__name__), config and config.get_text_config()
+    obstacle = obstacle_of(model, text) if config is not None else "it is not a transformers model"
+    if getattr(text, "output_router_logits", False):
+        obstacle = "its experts are balanced over whole sequences (output_router_logits: true)"
     if obstacle is not None:
         raise UserError(
             f"parallelism_config_{field} in the launch file: {name} cannot divide its sequences among ranks: "
@@ -94,8 +96,7 @@ def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     rows, length = batch.labels.shape
     length += -length % (2 * ranks)
     part = at_positions(batch, positions_of(length, rank, ranks), length, rows)
-    # With it the model makes no mask of its own; accelerate's hooks remove it before it is used. If they did not, the
-    # loss would be NaN.
+    # With it the model makes no mask of its own. Accelerate's hooks remove it: if they did not, the loss would be NaN.
     part.inputs["attention_mask"] = torch.full((1, 1, 1, 1), torch.nan)
     return part
 
@@ -111,8 +112,7 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> AbstractContextManager[
         return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        assert options.pop("attn_mask", None) is None
-        assert options.pop("is_causal", False)
+        assert options.pop("attn_mask", None) is None and options.pop("is_causal", False)
         return plain(query, gathered(key), gathered(value), attn_mask=visible, **options)
 
     return patch.object(F, "scaled_dot_product_attention", attend)
