@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ MESSAGE = (
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["predict", "--help"], ["explain", "--help"]])
 def test_help_answers_without_torch(words: list[str]) -> None:
-    began = time.perf_counter()
     printed, imported = printed_and_imported("-m", "train.memory", *words)
     assert "train.memory" in printed
     assert "train.memory" in imported and not imported & {"torch", "numpy", "transformers", "matplotlib"}
-    assert time.perf_counter() - began < 5
 
 
 def test_flags_of_both_sides_are_told_apart() -> None:

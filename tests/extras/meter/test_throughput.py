@@ -368,7 +368,7 @@ def test_counting_a_large_model_takes_little_time():
     model_flops_per_token(_llama(), 512)  # imports
     started = time.perf_counter()
     assert model_flops_per_token(model, 131072)
-    assert time.perf_counter() - started < 10  # 0.9 s on 2 cores of a Xeon at 2.5 GHz; the bound is for busy machines
+    assert time.perf_counter() - started < 60  # 0.9 s on 2 cores of a Xeon at 2.5 GHz: a machine may be very busy
 
 
 def test_positions_attend_to_those_before_them_in_their_window() -> None:
