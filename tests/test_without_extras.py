@@ -107,7 +107,13 @@ AUTO = {
 """What memory would choose, the exit status without it, and the message."""
 
 
-@pytest.mark.parametrize("name", extras.ORDER)
+ALONE = ("checks", "gradients", "endurance", "selection", "report")
+"""No other extra imports one of these, nor does the core: ``test_architecture.py`` and a run without any would say."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALONE else name for name in extras.ORDER]
+)
 def test_trains_without_one_extra_and_names_it_when_asked_for_it(name: str, tmp_path: Path) -> None:
     left_open = AUTO if name == "memory" else {}
     lines, errors = train_without([name], tmp_path, *(asked.split()[0] for asked in left_open))

@@ -190,7 +190,11 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictors) -> No
     assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=pytest.mark.slow), {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}],
+    ids=str,
+)
 def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictors) -> None:
     """By as much as from a real step, whose inputs rest in memory that is not counted."""
     shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 64}
