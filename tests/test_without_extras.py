@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -108,7 +109,15 @@ AUTO = {
 
 
 ALONE = ("checks", "gradients", "endurance", "selection", "report")
-"""No other extra imports one of these, nor does the core: ``test_architecture.py`` and a run without any would say."""
+"""Nothing else imports one of these, so what fails without it would fail without any."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_extra_by_itself_is_imported_by_no_other(name: str) -> None:
+    for path in (ROOT / "train").rglob("*.py"):
+        its = ROOT / "train" / "extras" / name, ROOT / "train" / "extras" / "__init__.py"  # which joins them
+        if not any(path.is_relative_to(own) for own in its):
+            assert not re.search(rf"\bextras(\.| import .*\b){name}\b", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize(
