@@ -7,6 +7,7 @@ bash scripts/setup.sh dev
 bin=.venv/bin
 [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 export PATH="$PWD/$bin:$PATH" # where DeepSpeed looks for ninja
+export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
 if [ "${1:-}" = "--all" ]; then
     set -- -m "not gpu" "${@:2}"
     [ ! -f tests/extras/losses/kernels.sh ] || bash tests/extras/losses/kernels.sh

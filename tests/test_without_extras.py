@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -107,7 +108,21 @@ AUTO = {
 """What memory would choose, the exit status without it, and the message."""
 
 
-@pytest.mark.parametrize("name", extras.ORDER)
+ALONE = ("checks", "gradients", "endurance", "selection", "report")
+"""Nothing else imports one of these, so what fails without it would fail without any."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_extra_by_itself_is_imported_by_no_other(name: str) -> None:
+    for path in (ROOT / "train").rglob("*.py"):
+        its = ROOT / "train" / "extras" / name, ROOT / "train" / "extras" / "__init__.py"  # which joins them
+        if not any(path.is_relative_to(own) for own in its):
+            assert not re.search(rf"\bextras(\.| import .*\b){name}\b", path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALONE else name for name in extras.ORDER]
+)
 def test_trains_without_one_extra_and_names_it_when_asked_for_it(name: str, tmp_path: Path) -> None:
     left_open = AUTO if name == "memory" else {}
     lines, errors = train_without([name], tmp_path, *(asked.split()[0] for asked in left_open))

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import pkgutil
 import sys
 from contextlib import suppress
+from importlib import import_module
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train/main.py sets it before torch is imported
 
@@ -14,20 +16,15 @@ import pytest  # noqa: F401
 import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import train.data
-import train.evaluation
-import train.extras.activations.recompute
-import train.extras.activations.tiling
-import train.extras.endurance.lost_rank
-import train.extras.long_sequences.attention
-import train.extras.long_sequences.packing
-import train.extras.parallelism.deepspeed_engine
-import train.loop
-import train.main
-import train.model
-import train.outputs
-import train.state  # noqa: F401
+import train
+
+for module in pkgutil.walk_packages(train.__path__, "train."):
+    if not module.name.endswith("__main__"):
+        with suppress(ImportError):  # of a library that is not installed
+            import_module(module.name)
+get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions, which transformers then keeps
 
 logging.captureWarnings(True)
 with suppress(ImportError):  # accelerate loads it at the end of each run where it is installed

@@ -66,8 +66,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return made
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("target", ["train.data:load_corpus", "train.data:tokenize"])
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        *(("train.data:tokenize", number) for number in SIGNALS),
+        ("train.data:load_corpus", signal.SIGTERM),
+        *(pytest.param("train.data:load_corpus", number, marks=pytest.mark.slow) for number in SIGNALS[1:]),
+    ],
+)
 def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, number: signal.Signals) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run")
     [end] = run(its, tmp_path / "logs", fault=at_call(target, send_itself(number)))

@@ -13,6 +13,7 @@ import pytest
 from support import ROOT, Run, printed_and_imported
 
 from train.memory.__main__ import main, read_request
+from train.memory.predict import Predictor
 
 TINY = json.dumps(
     {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -179,7 +180,16 @@ def test_explain_reads_bytes_of_any_kind_and_writes_for_any_terminal() -> None:
     assert b"20.00 GiB more did not fit" in done.stdout and b"\\xd7" in done.stdout
 
 
-def test_what_is_printed_below_python_while_a_model_is_built_is_no_answer(tmp_path: Path) -> None:
+def test_what_is_printed_below_python_while_a_model_is_built_is_no_answer(
+    tmp_path: Path,
+    planner_from_scratch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By a planner's process that is not forked, which this is the quick test of, too."""
+    monkeypatch.setattr(Predictor, "start", planner_from_scratch)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "noisy.py").write_text(
         "import os\nfrom torch import nn\n\n"
         "class NextByte(nn.Sequential):\n"
@@ -188,10 +198,9 @@ def test_what_is_printed_below_python_while_a_model_is_built_is_no_answer(tmp_pa
         "    return NextByte(nn.Embedding(300, 16), nn.Linear(16, 300))\n"
     )
     flags = ["--device", "cpu", "--model", "noisy:build", "--tokenizer", "bytes", "--max_length", "64"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "train.memory", "predict", *flags]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("Fits: noisy:build"), done.stderr
+    status = main(["predict", *flags])
+    said, errors = capfd.readouterr()
+    assert status == 0 and said.startswith("Fits: noisy:build"), errors
 
 
 def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:

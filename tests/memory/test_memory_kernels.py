@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ from train.memory.devices import this_device
 from train.memory.kernels import Costs, attention_kernel
 from train.memory.predict import Target
 from train.memory.question import target_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 BATCH, HEADS, QUERIES, KEYS, SIZE, VALUE_SIZE = 2, 8, 6, 10, 16, 24
 KERNELS = ("flash", "efficient", "cudnn")
@@ -213,18 +209,19 @@ def test_heads_of_256_need_a_new_cudnn(in_release: Switch, monkeypatch: pytest.M
     [(91500, "", False), (91501, "", True), (91501, "0", True), (92000, "1", False)],
 )
 def test_cudnn_comes_first_if_it_is_new_enough_and_not_switched_off(
-    version: int, variable: str, is_first: bool
+    version: int, variable: str, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is torch's own."""
-    code = (
-        "import torch\n"
-        f"torch.backends.cudnn.version = lambda: {version}\n"
-        "from tests.memory.test_memory_kernels import BF16, H100, attended_by\n"
-        "print(attended_by(BF16, H100))\n"
-    )
-    environment = {**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": variable, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.stdout.strip() == ("cudnn" if is_first else "flash"), done.stderr
+    """``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is torch's own; both are read when the module is loaded."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", variable)
+    spec = importlib.util.spec_from_file_location("kernels_once_more", kernels.__file__)
+    assert spec is not None and spec.loader is not None
+    anew = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, anew)
+    spec.loader.exec_module(anew)
+    for name in ("CUDNN", "CUDNN_FIRST"):
+        monkeypatch.setattr(kernels, name, getattr(anew, name))
+    assert attended_by(BF16, H100) == ("cudnn" if is_first else "flash")
 
 
 @pytest.mark.gpu

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from support import ROOT
+from faults.processes import script
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
@@ -189,7 +190,11 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictors) -> No
     assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=pytest.mark.slow), {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}],
+    ids=str,
+)
 def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictors) -> None:
     """By as much as from a real step, whose inputs rest in memory that is not counted."""
     shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 64}
@@ -427,10 +432,7 @@ def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predicto
     assert predictor.predict(job()).peak_bytes > 0
 
 
-def test_a_process_that_dies_is_reported_and_replaced(
-    planner_from_scratch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Predictor, "start", planner_from_scratch)
+def test_a_process_that_dies_is_reported_and_replaced() -> None:
     with Predictor() as predictor:
         predictor.start().kill()
         with pytest.raises(UserError, match="status -9"):
@@ -451,21 +453,21 @@ def test_a_process_that_has_died_is_reported_where_its_answer_is_wanted(
             predictor.answer()
 
 
-def test_a_torch_of_another_layout_is_said_plainly() -> None:
-    code = (
+def test_a_torch_of_another_layout_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "missing.py").write_text(
         "from train.memory import fake_cuda\n"
         "def missing(name): raise AttributeError('undefined symbol')\n"
         "fake_cuda._library = missing\n"
         'try: fake_cuda.install("cuda", (9, 0))\n'
         "except fake_cuda.CannotStandInError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = script([tmp_path / "missing.py"], 1, {**os.environ})
     assert "cannot be made to plan for a device of type cuda" in done.stdout, done.stderr
     assert "--device cpu" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac has the other kind of device")
-def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_card() -> None:
+def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_card(tmp_path: Path) -> None:
     """Torch's core stops where it sees both kinds of device."""
     with_a_card = (
         "from torch._subclasses import fake_tensor\n"
@@ -477,13 +479,13 @@ def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_car
     )
     found = []
     for before in ("", with_a_card):
-        code = (
+        (tmp_path / "mps.py").write_text(
             "import torch\n"
             "from test_memory_predict import Target, job\n"
             "from train.memory import fake_cuda, trial\n"
             f"{before}print('peak', trial.predict(job(target=Target('mps'))).peak_bytes)\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+        done = script([tmp_path / "mps.py"], 1, {**os.environ})
         assert "peak " in done.stdout, done.stderr
         found.append(done.stdout.split("peak ")[1])
     assert found[0] == found[1]

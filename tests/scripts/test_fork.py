@@ -52,11 +52,17 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(*words: str) -> Path:
         if words not in made:
-            made[words] = tmp_path_factory.mktemp("forks") / "my_project"
+            made[words] = tmp_path_factory.mktemp("forks") / "my project"
             assert fork.main([str(made[words]), *words]) == 0
         return made[words]
 
     return make
+
+
+@pytest.fixture
+def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks have no tests: seconds go into which of them to take."""
+    monkeypatch.setattr(fork.Fork, "_tests", lambda self: ())
 
 
 def run_in(folder: Path, scratch: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -73,21 +79,20 @@ def run_in(folder: Path, scratch: Path, *command: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("words", [("--only",), (), ("--without", "parallelism", "report")])
-def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], tmp_path: Path) -> None:
-    folder = tmp_path / "my project"
-    assert fork.main([str(folder), *words]) == 0
+FORKS = [("--only",), ()]
+"""The smallest and the largest."""
+WITHOUT = [("--without", *names) for names in (("parallelism", "report"), ("activations",), ("meter",))]
+
+
+@pytest.mark.parametrize("words", [*FORKS, WITHOUT[0]])
+def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], forked: Callable[..., Path]) -> None:
+    folder = forked(*words)
     pages = [*(folder / "docs").rglob("*.md"), folder / "README.md"]
     links = [(page, found[2]) for page in pages for found in fork.LINK.finditer(page.read_text())]
     assert [(page.name, to) for page, to in links if not (page.parent / to).exists()] == []
     about_extras = {path.stem for path in (folder / "docs" / "extras").glob("*.md")}
     gone = {"--only": set(extras.ORDER), "": set()}.get(words[0] if words else "", {"parallelism", "report"})
     assert about_extras == set(extras.ORDER) - gone
-
-
-FORKS = [("--only",), ()]
-"""The smallest and the largest."""
-WITHOUT = [("--without", name) for name in ("parallelism", "activations", "meter")]
 
 
 @pytest.mark.parametrize("words", [*FORKS, *(pytest.param(words, marks=pytest.mark.slow) for words in WITHOUT)])
@@ -106,7 +111,7 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
         "max_length": 64,
         "max_steps": 3,
         "output_dir": tmp_path / "run",
-        **({} if words == ("--only",) else {"cpu_threads": 1}),
+        **({} if words == ("--only",) else {"cpu_threads": 1, "predict_memory": False}),
     }
     (tmp_path / "program.py").write_text(PROGRAM)
     command = (tmp_path / "program.py", *(f"--{name}={value}" for name, value in flags.items()))
@@ -120,7 +125,9 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("words", [*FORKS, *WITHOUT], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [*FORKS, *WITHOUT[:2], pytest.param(WITHOUT[2], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_the_fork_is_clean(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     folder = forked(*words)
     for command in (["check"], ["format", "--check"]):
@@ -194,6 +201,7 @@ def test_recipes_lose_the_keys_of_what_is_gone(forked: Callable[..., Path]) -> N
     assert (folder / "tests" / "extras" / "readers").exists()
 
 
+@pytest.mark.usefixtures("without_tests")
 def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--without", "adapters", "long_sequences", "optimizers"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
@@ -204,12 +212,14 @@ def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: py
     ]
 
 
+@pytest.mark.usefixtures("without_tests")
 def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--without", "readers"]) == 0
     assert "recipes/quickstart.yaml needs readers: left out" in capsys.readouterr().out.splitlines()
     assert not (tmp_path / "new" / "recipes" / "quickstart.yaml").exists()
 
 
+@pytest.mark.usefixtures("without_tests")
 @pytest.mark.parametrize(
     ("words", "line", "has_memory"),
     [
@@ -245,6 +255,7 @@ def test_wrong_names_end_with_a_message(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.usefixtures("without_tests")
 def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt", ROOT / "train" / "new"):

@@ -144,10 +144,11 @@ def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
     assert "not run: 64 GiB of host memory" in line_of(results.tries[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         {"optimizer_in_backward": True, "max_grad_norm": None, "dtype": "bfloat16", "tiled_mlp": True},
     ],
 )
