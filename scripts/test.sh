@@ -6,8 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 bin=.venv/bin
 [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
-export PATH="$PWD/$bin:$PATH" # where DeepSpeed looks for ninja
-export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
+export PATH="$PWD/$bin:$PATH" PYTHONDONTWRITEBYTECODE= # DeepSpeed looks for ninja; hundreds of processes import the same
 if [ "${1:-}" = "--all" ]; then
     set -- -m "not gpu" "${@:2}"
     [ ! -f tests/extras/losses/kernels.sh ] || bash tests/extras/losses/kernels.sh

@@ -419,6 +419,52 @@ class Processes:
             process.join()
             receiver.close()
 
+    def in_turns(
+        self, function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]], order: random.Random
+    ) -> dict[str, T]:
+        """``function(take_turn, *arguments)`` of each name in a process of its own, of which only one ever works.
+
+        It waits for its turn where it calls ``take_turn()``, and before it begins; all have one in each round, in
+        random ``order``.
+
+        Raises:
+            EndedError: as above.
+        """
+        processes, found = dict[str, tuple[Any, Any]](), dict[str, T]()
+        process: Any = None
+        try:
+            for name, own in arguments.items():
+                connection, other = self._context.Pipe()
+                process = self._context.Process(target=_answer_in_turns, args=(other, function, own), daemon=True)
+                process.start()
+                other.close()
+                processes[name] = process, connection
+            while waiting := [name for name in arguments if name not in found]:
+                for name in order.sample(waiting, len(waiting)):
+                    process, connection = processes[name]
+                    connection.send(None)
+                    if (answer := connection.recv()) is not None:
+                        found[name] = answer
+            return {name: found[name] for name in arguments}
+        except (EOFError, BrokenPipeError):
+            process.join()
+            raise EndedError(process.exitcode) from None
+        finally:
+            for process, connection in processes.values():
+                process.kill()
+                process.join()
+                connection.close()
+
+
+def _answer_in_turns(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def take_turn() -> None:
+        connection.send(None)
+        connection.recv()
+
+    connection.recv()
+    connection.send(function(take_turn, *arguments))
+    connection.close()
+
 
 def _answer(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     connection.send(function(*arguments))

@@ -1,10 +1,10 @@
 """What the template's loop costs beyond the arithmetic: its step against bare PyTorch's and transformers' Trainer's.
 
-    python scripts/benchmarks/loop_overhead.py --write       # both workloads, under 6 minutes on two idle cores
+    python scripts/benchmarks/loop_overhead.py --write       # both workloads, some 8 minutes on two idle cores
     python scripts/benchmarks/loop_overhead.py --workload long --length 4096 --rounds 5
 
-``variants.py`` has the three steps. All use the same activation checkpointing, and must end at the same loss. A round
-measures the three one after the other in random order; ratios are taken within a round.
+``variants.py`` has the three steps. All use the same activation checkpointing, and must end at the same loss. The three
+run at the same time and take turns of a few steps, in random order; ratios are taken between turns of the same round.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,12 +27,12 @@ from scripts.benchmarks.variants import TOLERANCE, VARIANTS, Measurement, Proces
 
 IMPORTED = ("torch", "transformers", "accelerate", "datasets", "evaluate")
 CPU_WORKLOADS = (
-    Workload("short", 64, 2, 128, 1, 1, "none", steps=200, warmup_steps=20, rounds=9),
-    Workload("long", 192, 2, 1024, 1, 2, "full", steps=10, warmup_steps=2, rounds=7),
+    Workload("short", 64, 2, 128, 1, 1, "none", steps=500, warmup_steps=20, rounds=10),
+    Workload("long", 192, 2, 1024, 1, 2, "full", steps=20, warmup_steps=2, rounds=5, turn_steps=2),
 )
 GPU_WORKLOADS = (
     Workload("short", 64, 2, 128, 1, 1, "none", steps=200, warmup_steps=20, rounds=5),
-    Workload("long", 1024, 16, 8192, 1, 4, "full", steps=20, warmup_steps=3, rounds=5),
+    Workload("long", 1024, 16, 8192, 1, 4, "full", steps=20, warmup_steps=3, rounds=5, turn_steps=2),
 )
 
 
@@ -49,9 +50,11 @@ class Options(harness.Options):
     accumulation: int | None = None
     gradient_checkpointing: Literal["none", "full", "selective"] | None = None
     steps: int | None = None
-    """Measured steps of each variant and round."""
+    """Measured steps of each variant and start; a multiple of the steps of a turn."""
     warmup_steps: int | None = None
     rounds: int | None = None
+    """How often all three are started."""
+    turn_steps: int | None = None
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, else fp16; fp32 on a CPU."""
     cpu_threads: int | None = None
@@ -85,23 +88,25 @@ def chosen_workloads(options: Options, device_type: str, precision: str) -> list
     too_small = [name for name, value in changes.items() if isinstance(value, int) and value < 1 and name != "seed"]
     if too_small or (options.hidden_size or 64) % 64:
         raise SystemExit("All numbers must be positive, and hidden_size a multiple of 64.")
-    loads = GPU_WORKLOADS if device_type == "cuda" else CPU_WORKLOADS
-    return [
-        replace(load, mixed_precision=precision, **changes) for load in loads if options.workload in ("both", load.name)
-    ]
+    known = GPU_WORKLOADS if device_type == "cuda" else CPU_WORKLOADS
+    asked = [load for load in known if options.workload in ("both", load.name)]
+    loads = [replace(load, mixed_precision=precision, **changes) for load in asked]
+    if uneven := [load.name for load in loads if load.steps % load.turn_steps]:
+        raise SystemExit(f"steps must be a multiple of turn_steps ({', '.join(uneven)}).")
+    return loads
 
 
 def compare(load: Workload, processes: Processes) -> dict[str, Any]:
     """All rounds of ``load``, and the figures that follow from them."""
     print(f"\n{load.name}: {load}", flush=True)
 
-    def announce(number: int, found: dict[str, Measurement]) -> None:
+    order, rounds, step_ms = Random(load.seed), list[dict[str, Measurement]](), list[dict[str, float]]()
+    for number in range(1, load.rounds + 1):
+        rounds.append(found := processes.measure_in_turns(load, order))
+        turns = zip(*(found[name].turns for name in VARIANTS), strict=True)
+        step_ms += [{name: round(s * 1e3, 4) for name, s in zip(VARIANTS, turn, strict=True)} for turn in turns]
         times = ", ".join(f"{name} {found[name].seconds_per_step * 1e3:.2f} ms" for name in VARIANTS)
-        print(f"  round {number} of {load.rounds}: {times}", flush=True)
-
-    measures = {name: partial(processes.measure, name, load) for name in VARIANTS}
-    rounds = harness.paired_rounds(measures, load.rounds, announce, load.seed)
-    step_ms = [{name: found[name].seconds_per_step * 1e3 for name in VARIANTS} for found in rounds]
+        print(f"  start {number} of {load.rounds}: {times}", flush=True)
     losses = {name: [found[name].loss_after for found in rounds] for name in VARIANTS}
     differences = [abs(a / b - 1) for own in losses.values() for a, b in zip(own, losses["bare"], strict=True)]
     return {
@@ -182,7 +187,8 @@ def notes(found: dict[str, Any]) -> list[str]:
         verdict = "equal work" if result["equal_work"] else "NOT EQUAL WORK, the times cannot be compared"
         ends = ", ".join(f"{name} {loss:.5f}" for name, loss in result["loss_after"].items())
         lines += [
-            f"- {load.name}: {load}; {load.rounds} rounds of {load.steps} steps after {load.warmup_steps} to warm up.",
+            f"- {load.name}: {load}; {len(result['rounds'])} turns of {load.turn_steps} steps each, in {load.rounds} "
+            f"starts with {load.warmup_steps} steps to warm up.",
             f"- {load.name}: loss {result['loss_before']:.5f} before, after: {ends}; largest relative difference in a "
             f"round {result['largest_loss_difference']:.1e}: {verdict}.",
         ]

@@ -6,17 +6,20 @@ precision. Bare PyTorch and Trainer read a tensor in memory; the template reads 
 and logs, as ``main.py`` wires it.
 
 Each measurement is a process of its own, because Trainer resets the state that all Accelerators of a process share.
+Processes may take turns of a few steps, so that whatever else the machine does falls on all alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks import building, harness, looping
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-LOG_EVERY_STEPS = 10
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
@@ -48,7 +50,7 @@ class Workload:
     accumulation: int
     gradient_checkpointing: str
     steps: int
-    """Measured; a multiple of 10, so that all variants log equally often."""
+    """Measured; a multiple of ``turn_steps``."""
     warmup_steps: int
     rounds: int
     mixed_precision: str = "no"
@@ -60,6 +62,8 @@ class Workload:
     """Further flags of the template."""
     trainer_checkpoints: bool = False
     """Trainer runs with gradient_checkpointing=True."""
+    turn_steps: int = 10
+    """Timed together, with one line of the log in each turn."""
 
     @property
     def total_steps(self) -> int:
@@ -77,29 +81,35 @@ class Workload:
 class Measurement:
     """One variant, measured once."""
 
-    seconds_per_step: float
+    turns: list[float]
+    """Seconds per step of each turn."""
     loss_before: float
     loss_after: float
     peak_bytes: int | None = None
     """Most bytes that tensors held; on a CPU only if the allocator was traced."""
 
-
-class Clock:
-    """The time from the end of the last warm-up step to the end of the last step, device included."""
-
-    def __init__(self, load: Workload) -> None:
-        self._load = load
-        self._marks: dict[int, float] = {}
-
-    def tick(self, step: int) -> None:
-        """Called at the end of every step; waits for the device only where the measured part begins and ends."""
-        if step in (self._load.warmup_steps, self._load.total_steps):
-            harness.synchronize()
-            self._marks[step] = time.perf_counter()
-
+    @property
     def seconds_per_step(self) -> float:
         """Mean of the measured steps."""
-        return (self._marks[self._load.total_steps] - self._marks[self._load.warmup_steps]) / self._load.steps
+        return statistics.mean(self.turns)
+
+
+class Clock:
+    """The time of each turn of some steps after the warm-up, device included; between turns others may have theirs."""
+
+    def __init__(self, load: Workload, take_turn: Callable[[], None]) -> None:
+        self._load, self._take_turn, self._started = load, take_turn, 0.0
+        self.turns: list[float] = []
+
+    def tick(self, step: int) -> None:
+        """Called at the end of every step; waits for the device only where a turn ends."""
+        done = step - self._load.warmup_steps
+        if done >= 0 and done % self._load.turn_steps == 0:
+            harness.synchronize()
+            if done:
+                self.turns.append((time.perf_counter() - self._started) / self._load.turn_steps)
+            self._take_turn()
+            self._started = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def run_trainer(job: Job) -> None:
         bf16=load.mixed_precision == "bf16",
         fp16=load.mixed_precision == "fp16",
         use_cpu=job.device.type == "cpu",
-        logging_steps=LOG_EVERY_STEPS,
+        logging_steps=load.turn_steps,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
@@ -246,7 +256,7 @@ def configuration(load: Workload, output_dir: str) -> Config:
             "cpu_threads": load.cpu_threads,
             "seed": load.seed,
             "output_dir": output_dir,
-            "log_every_steps": LOG_EVERY_STEPS,
+            "log_every_steps": load.turn_steps,
             **dict(load.settings),
         }
     )
@@ -274,7 +284,7 @@ def loss_of(network: nn.Module, tokens: torch.Tensor) -> float:
     return F.cross_entropy(logits.float().flatten(0, 1), some[:, 1:].flatten()).item()
 
 
-def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
+def measure(take_turn: Callable[[], None], variant: str, load: Workload, trace_memory: bool = False) -> Measurement:
     """Runs ``variant`` once, in this process; with ``trace_memory`` its times mean nothing."""
     import torch
     import transformers
@@ -290,12 +300,12 @@ def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
         with harness.traced_allocations() if traces else contextlib.nullcontext() as traced:
             torch.manual_seed(load.seed)
             network = building.causal_lm(config, load.length)
-            job = Job(load, config, device, network, artificial_tokens(load), Clock(load))
+            job = Job(load, config, device, network, artificial_tokens(load), Clock(load, take_turn))
             before = loss_of(network, job.tokens)
             VARIANTS[variant](job)
         after = loss_of(network, job.tokens)
     peak = torch.cuda.max_memory_allocated() if trace_memory and on_cuda else traced and traced.peak_bytes
-    return Measurement(job.clock.seconds_per_step(), before, after, peak)
+    return Measurement(job.clock.turns, before, after, peak)
 
 
 class Processes(harness.Processes):
@@ -311,11 +321,22 @@ class Processes(harness.Processes):
             SystemExit: the process ended without a result; it has printed why.
         """
         try:
-            return self.call(measure, variant, load, trace_memory)
+            return self.in_turns(measure, {variant: (variant, load, trace_memory)}, Random(load.seed))[variant]
         except harness.EndedError:
             raise SystemExit(f"{variant} ({load.name}) failed; its error is printed above.") from None
 
+    def measure_in_turns(self, load: Workload, order: Random) -> dict[str, Measurement]:
+        """All variants at once, each in a process of its own that computes while the others wait.
+
+        Raises:
+            SystemExit: as above.
+        """
+        try:
+            return self.in_turns(measure, {variant: (variant, load) for variant in VARIANTS}, order)
+        except harness.EndedError:
+            raise SystemExit(f"A variant of {load.name} failed; its error is printed above.") from None
+
     def peak_bytes(self, variant: str, load: Workload, measurement: Measurement) -> int | None:
         """Of a measurement, or else from a run of two steps; on a CPU with a traced allocator."""
-        two_steps = replace(load, warmup_steps=1, steps=1)
+        two_steps = replace(load, warmup_steps=1, steps=1, turn_steps=1)
         return measurement.peak_bytes or self.measure(variant, two_steps, trace_memory=True).peak_bytes

@@ -9,16 +9,18 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import pytest
 import torch
 from support import ROOT
+from working_in_turns import work_in_turns
 
-from scripts.benchmarks import building, command_line, harness
+from scripts.benchmarks import building, command_line, harness, loop_overhead
 from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
@@ -315,6 +317,26 @@ def test_functions_in_processes_of_their_own() -> None:
         processes.call(sys.exit, 1)
     with pytest.raises(TimeoutError, match="took longer than 1 s"):
         processes.call(time.sleep, 60, timeout_seconds=1)
+
+
+def test_functions_take_turns(tmp_path: Path) -> None:
+    processes, path = harness.Processes(on_cpu=False), tmp_path / "order"
+    found = processes.in_turns(work_in_turns, {name: (path, name, 3) for name in "abc"}, Random(0))
+    assert found == {"a": "aa", "b": "bb", "c": "cc"}
+    lines = path.read_text().split("\n")[:-1]
+    assert [line.replace("begins", "ends") for line in lines[::2]] == lines[1::2]  # nothing at the same time
+    for turn in range(3):
+        assert sorted(lines[6 * turn : 6 * turn + 6 : 2]) == [f"{name}{turn} begins" for name in "abc"]
+    with pytest.raises(harness.EndedError, match="3"):
+        processes.in_turns(work_in_turns, {"a": (path, "a", 2), "b": (path, "b", 0)}, Random(0))
+
+
+def test_a_turn_has_all_its_steps() -> None:
+    asked = loop_overhead.Options(workload="short", steps=30, turn_steps=15)
+    [load] = loop_overhead.chosen_workloads(asked, "cpu", "no")
+    assert (load.steps, load.turn_steps, load.rounds) == (30, 15, 10)
+    with pytest.raises(SystemExit, match=r"multiple of turn_steps \(short\)"):
+        loop_overhead.chosen_workloads(replace(asked, steps=20), "cpu", "no")
 
 
 def test_traced_allocations_and_tracked_peaks_agree() -> None:
