@@ -21,7 +21,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import train
 
 for module in pkgutil.walk_packages(train.__path__, "train."):
-    if not module.name.endswith("__main__"):
+    # The last two take functions by name that tests replace.
+    if not module.name.endswith(("__main__", "memory.session", "memory.trial")):
         with suppress(ImportError):  # of a library that is not installed
             import_module(module.name)
 get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions, which transformers then keeps
