@@ -50,6 +50,7 @@ SIGNS = {  # that a test file needs an extra, in addition to imports and options
 }
 OF_THE_TEMPLATE = r"README|notebooks|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
 """What shows that a test file is about a part of the template that is not copied, or about all extras."""
+MENTIONED = re.compile(r"(?:from|import) (?:[\w.]+\.)?(\w+)|(\w+)\.py\b")  # modules that a file imports or starts
 
 
 def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
@@ -135,16 +136,16 @@ class Fork:
         for name in self.options:
             signs.append(rf"--{name}\b|^{name}: |\b{name}=")
             signs += [f"['\"]{name}['\"]"] if name != "loss" else []  # which is a metric, too
-        shared = [ROOT / "tests" / name for name in ("conftest.py", "support.py")]
+        shared = {ROOT / "tests" / name for name in ("conftest.py", "support.py")}
         texts = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
-        signs += _imports_of(path for path in (ROOT / "tests").rglob("*.py") if path not in texts)
-        while signs:
-            dropped = [p for p, text in texts.items() if p not in shared and re.search("|".join(signs), text, re.M)]
-            folders = [path.parent for path in dropped if path.name == "conftest.py"]
-            dropped += [path for path in texts if path not in dropped and path.parent in folders]
-            texts = {path: text for path, text in texts.items() if path not in dropped}
-            signs = _imports_of(dropped)
-        return texts
+        named = {path: {name for names in MENTIONED.findall(text) for name in names} for path, text in texts.items()}
+        gone = {path for path in (ROOT / "tests").rglob("*.py") if path not in texts}
+        more = {path for path, text in texts.items() if any(re.search(sign, text, re.MULTILINE) for sign in signs)}
+        while more := more - shared - gone:
+            gone |= more
+            names, folders = {p.stem for p in gone} - {"conftest"}, {p.parent for p in more if p.name == "conftest.py"}
+            more = {path for path in texts if named[path] & names or path.parent in folders}
+        return [path for path in texts if path not in gone]
 
     def _readme(self, starts: bool) -> str:
         pages = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
@@ -160,12 +161,6 @@ bash scripts/setup.sh dev
 bash scripts/test.sh            # lint, types, tests
 ```
 """
-
-
-def _imports_of(paths: Iterable[Path]) -> list[str]:
-    """What a file looks like that needs one of these test files: it imports or starts it."""
-    names = {path.stem for path in paths} - {"conftest"}
-    return [rf"(from|import) ([\w.]+\.)?{name}\b|\b{name}\.py" for name in names]
 
 
 def main(words: Sequence[str] | None = None) -> int:
