@@ -65,10 +65,12 @@ class Extra(extras.Extra):
         self._session.ask(batches)
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
-        from train.extras.small_copy import obstacle_to_batches, obstacle_to_task
+        from train.extras.small_copy import TRIED_PARAMETERS, obstacle_to_batches, obstacle_to_task
 
         if run.is_planned or not run.config.of(Options).check_model:
             return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
+        if not hasattr(network, "_from_config") and sum(p.numel() for p in network.parameters()) > TRIED_PARAMETERS:
+            run.outputs.note("model: too large to try whether padding or later tokens change its results")
         obstacle = obstacle_to_batches(network, task, run.config, sizes)
         if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
             raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
