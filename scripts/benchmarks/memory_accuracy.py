@@ -1,6 +1,7 @@
 """Predicted against measured memory of the same training steps, each measured in a process of its own.
 
     python scripts/benchmarks/memory_accuracy.py --write                       # on a CPU, about 8 minutes
+    python scripts/benchmarks/memory_accuracy.py --only eval_batch_size --write --output_dir FOLDER    # some of them
     python scripts/benchmarks/memory_accuracy.py --device cuda --write         # on a card; or scripts/gpu_check.sh
 
 On a CPU memory is measured by torch's own allocator events (``torch.profiler``), on a card by
