@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 bin=.venv/bin
 [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
-export PATH="$PWD/$bin:$PATH" PYTHONDONTWRITEBYTECODE= # DeepSpeed looks for ninja; hundreds of processes import the same
+export PATH="$PWD/$bin:$PATH" PYTHONDONTWRITEBYTECODE= # DeepSpeed looks for ninja there; compiled files are kept
 if [ "${1:-}" = "--all" ]; then
     set -- -m "not gpu" "${@:2}"
     [ ! -f tests/extras/losses/kernels.sh ] || bash tests/extras/losses/kernels.sh

@@ -1,10 +1,10 @@
 """What the template's loop costs beyond the arithmetic: its step against bare PyTorch's and transformers' Trainer's.
 
-    python scripts/benchmarks/loop_overhead.py --write       # both workloads, some 8 minutes on two idle cores
+    python scripts/benchmarks/loop_overhead.py --write       # both workloads, 7 minutes on two idle cores
     python scripts/benchmarks/loop_overhead.py --workload long --length 4096 --rounds 5
 
 ``variants.py`` has the three steps. All use the same activation checkpointing, and must end at the same loss. The three
-run at the same time and take turns of a few steps, in random order; ratios are taken between turns of the same round.
+are started together and take turns of a few steps, in random order; ratios are taken between turns of the same round.
 """
 
 from __future__ import annotations

@@ -59,12 +59,6 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture
-def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks have no tests: seconds go into which of them to take."""
-    monkeypatch.setattr(fork.Fork, "_tests", lambda self: ())
-
-
 def run_in(folder: Path, scratch: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Runs Python in a fork, which finds no other copy of the template."""
     (scratch / "sitecustomize.py").write_text(OWN_IMPORTS)
@@ -203,7 +197,6 @@ def test_recipes_lose_the_keys_of_what_is_gone(forked: Callable[..., Path]) -> N
     assert (folder / "tests" / "extras" / "readers").exists()
 
 
-@pytest.mark.usefixtures("without_tests")
 def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--without", "adapters", "long_sequences", "optimizers"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
@@ -214,14 +207,12 @@ def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: py
     ]
 
 
-@pytest.mark.usefixtures("without_tests")
 def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--without", "readers"]) == 0
     assert "recipes/quickstart.yaml needs readers: left out" in capsys.readouterr().out.splitlines()
     assert not (tmp_path / "new" / "recipes" / "quickstart.yaml").exists()
 
 
-@pytest.mark.usefixtures("without_tests")
 @pytest.mark.parametrize(
     ("words", "line", "has_memory"),
     [
@@ -257,7 +248,6 @@ def test_wrong_names_end_with_a_message(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.usefixtures("without_tests")
 def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt", ROOT / "train" / "new"):
