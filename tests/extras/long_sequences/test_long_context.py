@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +121,6 @@ def test_a_model_with_a_window_computes_what_it_would_by_itself(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     said = "WARNING: windows take a mask of 64 × 64: a small copy cannot do without"
     assert (said in run.outputs.notes, takes_documents(model)) == (needs_mask, not needs_mask)
-    plan = replace(run, is_planned=True)
-    planned = build_model(plan, load_task("causal_lm"), build_tokenizer("bytes", ())).model
-    assert takes_documents(planned) is not needs_mask  # so that the plan counts the mask
 
 
 def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:

@@ -125,7 +125,7 @@ class Extra(extras.Extra):
 
         packing, length = run.config.of(Options).packing, run.config.data.max_length
         slides = not packing and attention.has_short_windows(network, length)
-        if packing or (slides and not attention.obstacle_to_documents(network, shared=False)):
+        if packing or (slides and (run.is_planned or not attention.obstacle_to_documents(network, shared=False))):
             attention.set_document_boundaries(network)
         elif slides:
             run.outputs.note(f"WARNING: windows take a mask of {length:,} × {length:,}: a small copy cannot do without")
