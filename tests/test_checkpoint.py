@@ -252,6 +252,23 @@ def test_partial_folder_is_not_a_checkpoint(two: Path) -> None:
     assert checkpoint.newest_good(two)[0] == two / "step-00000001"
 
 
+def test_one_that_was_about_to_be_replaced_is_not_lost(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is killed between the two moves that put another of the same step in its place."""
+    aside, rename = two / ".partial-step-00000002", Path.rename
+    aside.mkdir()
+
+    def killed(path: Path, target: Path) -> Path:
+        if path == aside:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.put_in_place(aside, two / "step-00000002")
+    assert list(checkpoint.by_step(two)) == [1]
+    assert checkpoint.newest_good(two) == (two / "step-00000002", [])
+
+
 @pytest.mark.parametrize("failing", ["_safetensors", "sync", "complete"])
 def test_failed_save_leaves_the_earlier_one_and_no_rest(
     two: Path, failing: str, monkeypatch: pytest.MonkeyPatch

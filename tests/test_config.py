@@ -241,3 +241,5 @@ def test_a_type_of_weights_that_cannot_be_trained_or_would_not_arrive_is_refused
     assert parse(["--dtype", "float16", "--adapter", "lora"]).architecture.dtype == "float16"
     with pytest.raises(UsageError, match="dtype: bfloat16 would not reach a function's model"):
         parse(["--dtype", "bfloat16", "--model", "my_model:build", "--tokenizer", "bytes"])
+    with pytest.raises(UsageError, match="attn_implementation: eager would not reach a function's model"):
+        parse(["--attn_implementation", "eager", "--model", "my_model:build", "--tokenizer", "bytes"])

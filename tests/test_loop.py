@@ -34,6 +34,7 @@ from train.records import (
     Run,
     StepError,
     StepOutcome,
+    StopAtOnce,
     UserError,
 )
 from train.step import Engine, optimizer_step
@@ -328,6 +329,26 @@ def test_a_step_that_fails_loses_none_of_those_before_it(
     with pytest.raises(StepError, match="does not fit"):
         run.fit(5)
     assert [p.step for p in run.saved] == saved
+
+
+def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their checkpoint is written already: a run that resumes from it does not make them again."""
+    run = Recorder(config(log_every_steps=10, save_every_steps=2))
+    monkeypatch.setattr(Recorder, "engine", Failing(run.accelerator, run.config))
+    with pytest.raises(StepError, match="does not fit"):
+        run.fit(5)
+    assert run.steps_of("train") == [2]
+
+
+def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: Any, **options: Any) -> Evaluation:
+        raise StopAtOnce
+
+    run = Recorder(config(log_every_steps=10, eval_every_steps=3))
+    monkeypatch.setattr(Recorder, "evaluate", stop)
+    assert run.fit(7).step == 3
+    assert run.steps_of("train") == [3]
+    assert [p.step for p in run.saved] == [3]
 
 
 def test_the_last_steps_of_a_run_that_ends_early_are_logged() -> None:

@@ -316,7 +316,7 @@ def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: P
             "tokens",
         ),
         (["--model_config", '{"model_type": "gpt2", "n_positions": 16}'], EXIT_ERROR, "16 positions"),
-        (["--resume", "nowhere"], EXIT_ERROR, "nowhere is not an intact checkpoint"),
+        (["--resume", "nowhere"], EXIT_ERROR, "resume: nowhere is not a checkpoint: give auto, or"),
         (["--metric_for_best", "bleu"], EXIT_ERROR, "bleu"),
     ],
 )
@@ -381,6 +381,8 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
             "max_grad_norm: -1.0 is not valid: it must be above 0; null (None on the command line) turns it off",
         ),
         ("early_stopping_patience: 2", "needs eval_every_steps"),
+        ("grad_norm_type: 2", "expected one of 1, 2, inf (in quotes, else YAML reads a number"),
+        ("dataset: stdlib\nvalidation_split: test", "validation_split: stdlib has neither splits nor configurations"),
         ("model_config: {hidden_size: 8}", "model_type is missing"),
         ("learning_rate: .nan", "learning_rate: nan is not valid"),
     ],

@@ -172,7 +172,7 @@ def test_a_row_of_which_the_disk_took_half_is_written_again(tmp_path: Path, monk
     plain, run = Outputs.write_rows, run_for(outputs.config)
 
     def half(self: Outputs, *rows: str) -> None:
-        self.metrics.write_text("".join(rows)[:20])
+        self.metrics.write_text("".join(rows * 2)[:-20])  # one and a half
         raise UserError("full.")
 
     monkeypatch.setattr(Outputs, "write_rows", half)
@@ -187,7 +187,7 @@ def test_rows_that_the_disk_takes_at_the_last_try_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = DurableOutputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
-    plain, run, refused = Outputs.write_rows, run_for(outputs.config), iter([True, True, False, False, False])
+    plain, run, refused = Outputs.write_rows, run_for(outputs.config), iter([True, False, False])
 
     def full_at_first(self: Outputs, *rows: str) -> None:
         if next(refused):
@@ -239,6 +239,18 @@ def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:
     assert {"checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", PROJECT} <= {
         path.name for path in (run / "previous-1").iterdir()
     }
+
+
+def test_a_run_from_scratch_moves_nothing_before_it_can_start(tmp_path: Path) -> None:
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    there = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert train(tmp_path, "--resume", "never", "--dataset", "nowhere.jsonl") != EXIT_DONE
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == there
+    for resume, counts in (("auto", True), ("never", False)):  # for the rehearsal, too
+        here = Config().changed(output_dir=str(tmp_path / "run"), resume=resume)
+        assert DurableOutputs(here, Accelerator(cpu=True)).is_complete(1) is counts
+    assert train(tmp_path, "--resume", "never", "--max_steps", "1") == EXIT_DONE
+    assert (tmp_path / "run" / "previous-1" / "final").is_dir()
 
 
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,9 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     Raises UserError if there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
+    for old in folder.glob(f"{PARTIAL}old-*"):  # a run was killed while it replaced this one by one of the same step
+        if not (whole := folder / old.name.removeprefix(f"{PARTIAL}old-")).exists():
+            old.rename(whole)
     for checkpoint in reversed(by_step(folder).values()):
         if (problem := verify(checkpoint)) is None:
             return checkpoint, problems
@@ -139,8 +142,7 @@ def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> 
     try:
         together(lambda: make_empty(partial), rank == 0)
         written = together(lambda: write_blocks(partial, state.blocks(rank), rank))
-        values = {"progress": asdict(progress), **state.values()}
-        together(lambda: complete(partial, final, values, written), rank == 0)
+        together(lambda: complete(partial, final, {"progress": asdict(progress), **state.values()}, written), rank == 0)
     except (OSError, UserError) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from train import extras
+from train.launch import Launch
 from train.records import UsageError, one_line
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
@@ -166,10 +167,10 @@ def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
     return {f.name: (hints[cls][f.name], f) for cls in hints for f in dataclasses.fields(cls)}
 
 
-def parse(arguments: list[str]) -> Config:
+def parse(arguments: list[str], launch: Launch | None = None) -> Config:
     """The configuration that ``arguments`` (without the program's name) ask for; raises SystemExit for ``--help``.
 
-    Raises UsageError for an unknown flag or key, a wrong type, or a combination that cannot work.
+    Raises UsageError for an unknown flag or key, a wrong type, or a combination that cannot work under ``launch``.
     """
     known, flags = fields(), _flags(arguments)
     recipe = flags.pop("config", None)
@@ -181,7 +182,7 @@ def parse(arguments: list[str]) -> Config:
             values[key] = None if _type_problem(None, known[key][0]) is None else known[key][1].default
     values |= {name: _from_text(text, known[name][0]) for name, text in flags.items()}
     config = from_values(values)
-    check(config)
+    check(config, launch)
     return config
 
 
@@ -294,7 +295,7 @@ def _type_problem(value: Any, hint: Any) -> str | None:
         problems = [_type_problem(value, option) for option in options]
         return None if None in problems else " or ".join(map(str, problems))
     if origin is Literal:
-        about_yaml = " (in quotes: YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
+        about_yaml = " (in quotes, else YAML reads a number or a boolean)" if isinstance(value, int) else ""
         return None if isinstance(value, str) and value in options else f"one of {', '.join(options)}{about_yaml}"
     if origin is tuple:
         fits = isinstance(value, list | tuple) and not any(_type_problem(v, options[0]) for v in value)
@@ -310,7 +311,7 @@ def _type_problem(value: Any, hint: Any) -> str | None:
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # functions of operator, in words
 
 
-def check(config: Config) -> None:
+def check(config: Config, launch: Launch | None = None) -> None:
     """Raises UsageError for a value out of bounds, and where an extra finds that a combination cannot work."""
     for name, value in to_values(config).items():
         if not isinstance(value, int | float):
@@ -322,7 +323,7 @@ def check(config: Config) -> None:
             expected = " and ".join(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()) or "finite"
             off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
             raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")
-    extras.check(config)
+    extras.check(config, launch)
 
 
 def to_values(config: Config) -> dict[str, Any]:

@@ -95,13 +95,14 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
     try:
         if source.endswith(".py"):
             # Under a name that no package has: the file may be called datasets.py.
-            found = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
-            assert found is not None and found.loader is not None
+            found: Any = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:
             module = importlib.import_module(source.lstrip(".") or spec)
-        return getattr(module, name)
+        if not callable(function := getattr(module, name)):
+            raise AttributeError(f"{name} is a {type(function).__name__}, not a function")
+        return function
     except (ImportError, AttributeError, FileNotFoundError) as error:
         raise UserError(
             f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."

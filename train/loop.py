@@ -18,7 +18,8 @@ from train.step import seed_step
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step failed (those before it are saved), and DivergenceError if an extra ends the run.
+    Raises StepError if a step failed (those before it are saved if the weights are intact), and DivergenceError if an
+    extra ends the run.
     """
     while True:
         try:
@@ -33,7 +34,7 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    saved, since = progress.step, list[tuple[StepOutcome, float]]()  # steps that the log does not have yet
+    saved, since, of_step = progress.step, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
@@ -51,8 +52,10 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 with run.extras.inside("computing", "forward", micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
-                if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
-                    run.outputs.save(run, parts.state, progress, wait=True)
+                if error.weights_intact:  # nothing of the steps before is lost
+                    progress = log(run, progress, since, of_step) if since else progress
+                    if progress.step > saved:
+                        run.outputs.save(run, parts.state, progress, wait=True)
                 raise
             seconds = time.perf_counter() - started
             progress = advance(progress, outcome, seconds)
@@ -72,7 +75,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 saved = progress.step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
-            if (done := is_done(run, total_steps, progress)) and since:
+            if ((done := is_done(run, total_steps, progress)) or stops) and since:
                 progress, since = log(run, progress, since, of_step), []
             # Save again if the evaluation ended the run, to include its result; or if this step is the new best.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:

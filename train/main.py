@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
-        config, launch = parse(sys.argv[1:] if arguments is None else arguments), launching.read_launch()
-        extras.check(config, launch)
+        launch = launching.read_launch()
+        config = parse(sys.argv[1:] if arguments is None else arguments, launch)
         joined, stop = extras.join(), list[str]()  # names of signals that ask this process to stop
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
@@ -146,7 +146,7 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
 
     outputs, data, step = run.outputs, parts.data, progress.step
     run.extras.each("finishing", run, parts.state, progress)
-    if (chosen := run.extras.first("final_step", run, progress)) and outputs.is_usable(chosen):
+    if (chosen := run.extras.first("final_step", run, progress)) is not None:
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
     evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]

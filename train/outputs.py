@@ -47,7 +47,7 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder, so that one that cannot be written is noticed early; by one rank."""
+        """Makes the folder, so that one that cannot be made is noticed early; by one rank."""
         with figures.writable(self.folder / "config.yaml"):
             pass
 
@@ -70,7 +70,7 @@ class Outputs:
         if named is not None and (problem := checkpoint.verify(named)) is not None:
             raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
         if named is not None and named.parent != self.checkpoints.resolve() and self.steps():
-            raise UserError(f"resume: {resume} is of another run than {self.folder}: give a new --output_dir.")
+            raise UserError(f"resume: {resume} is of another run than {self.folder}: give a new --output_dir, or auto.")
         return named
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
@@ -170,12 +170,6 @@ class Outputs:
                 figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
 
-    def is_usable(self, step: int) -> bool:
-        """Whether the checkpoint that ``final/`` is to be made of is intact; a note where it is not."""
-        if problem := self.from_main(lambda: checkpoint.verify(self.checkpoints / f"step-{step:08d}")):
-            self.note(f"the best checkpoint, of step {step}, cannot be used ({problem}): final/ has the last weights")
-        return not problem
-
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` and says the last lines a person sees."""
         self.sync_log()
@@ -216,11 +210,9 @@ class Outputs:
 
     def is_written(self, run: Run, progress: Progress) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
-        step, wanted = progress.step, run.extras.first("final_step", run, progress) or progress.step
-        # Where the best weights cannot be used, final/ has the last ones.
-        if written := (self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))):
+        if written := self.is_complete(progress.step, run.extras.first("final_step", run, progress) or progress.step):
             self.say(
-                f"nothing to do: {self.folder} already holds this run, up to step {step}. For a new run give "
+                f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
                 "--resume never or another --output_dir; for a longer one a higher --max_steps (or patience)."
             )
         return written

@@ -476,8 +476,10 @@ def causal_lm(config: Config, length: int) -> nn.Module:
 
     accelerator = Accelerator(cpu=training_device().type == "cpu")
     run = silent_run(config.changed(max_length=length), accelerator, without=("losses", "meter"))
+    with training_device():  # making weights on the host takes seconds
+        network = build_model(run, load_task("causal_lm"), build_tokenizer("bytes", ())).model
     reset_accelerate()  # whoever trains the model makes an Accelerator of its own
-    return build_model(run, load_task("causal_lm"), build_tokenizer("bytes", ())).model
+    return network
 
 
 def with_loss(network: nn.Module, loss: str) -> nn.Module:

@@ -65,6 +65,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def read_options(kind: type[OptionsT], description: str | None, arguments: Sequence[str] | None = None) -> OptionsT:
     """The flags of the command line, by the fields of the dataclass ``kind``; its docstrings are the help."""
     prepare_environment()
+    lead_processes_here()
     return command_line.read(
         kind, Path(sys.argv[0]).name, description, sys.argv[1:] if arguments is None else arguments
     )

@@ -43,6 +43,8 @@ SPEED_STEPS = 7
 SCALE_STEPS = 20
 """Most steps in which fp16 may find its scale."""
 TRAINER = "Trainer's default"
+TIMES = ("seconds", "tokens_per_second", "mfu")
+"""Figures of a measurement that depend on how long a step took."""
 
 
 class Results:
@@ -87,7 +89,7 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     seconds = [harness.timed(lambda: norms.append(training.step().grad_norm)) for _ in range(steps)]
     if training.precision != "fp16" and not all(map(math.isfinite, norms)):
         raise SystemExit("a gradient was not finite: such a step is not a measurement")
-    median = statistics.median(seconds)
+    median = statistics.median_low(seconds)  # of two the second, as a rule: the first also makes kernels and buffers
     speed = training.speed(median, job.micro_batch_size * job.length, job.length)
     row: dict[str, Any] = {"seconds": median, "tokens_per_second": speed["tokens_per_second"]}
     if on_card:
@@ -194,7 +196,7 @@ class Search:
         """Makes one step of each rung at ``length``; whether nothing is left to try."""
         with Predictor() as predictor:
             predictions = Predictions(predictor)
-            for rung in (rung for model in models for rung in self._rungs_of(model)):
+            for rung in [rung for model in models for rung in self._rungs_of(model)][::-1]:  # the first may not fit
                 if not self._is_known("at", rung, length) and not self._try("at", rung, length, predictions):
                     return False
         return True
@@ -259,7 +261,9 @@ class Search:
             if self._is_late(2 * outcome.seconds_per_token * length):
                 return None
             self._has_measured = True
-            found = self._tried(rung, question_of(rung, self.device, length))
+            found = self._tried(rung, question_of(rung, self.device, length), steps=2 if kind == "at" else 1)
+            if kind == "longest":  # the only step at this length: it says whether it fits, not how long one takes
+                found = {name: value for name, value in found.items() if name not in TIMES}
         planned = {
             "predicted_peak_bytes": outcome.prediction.peak_bytes,
             "predicted_needed_bytes": outcome.needed_bytes,
@@ -347,6 +351,7 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["## The longest sequence", "", *TABLE.lines(map(cells, best))]
     for kind, title in (("at", "Each rung at one length"), ("speed", "Speed")):
         if rows := [row for row in tries if row["kind"] == kind]:
+            rows = rows[::-1] if kind == "at" else rows  # which begins with the last rung
             lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))]
     return lines
 

@@ -93,10 +93,9 @@ class Figures:
 
     @property
     def exit_status(self) -> int:
-        """1 where a case failed that could have run, 85 where time was up before another, else 0."""
-        if any("error" in row for row in self.rows):
-            return EXIT_ERROR
-        return harness.told(all(row.get("left_out") != NO_TIME for row in self.rows))
+        """85 where time was up before a case, else 1 where one failed that could have run, else 0."""
+        status = harness.told(all(row.get("left_out") != NO_TIME for row in self.rows))
+        return EXIT_ERROR if not status and any("error" in row for row in self.rows) else status
 
 
 def jobs_of(options: Options) -> tuple[list[Job], Device]:

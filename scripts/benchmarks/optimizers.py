@@ -91,6 +91,7 @@ def measured(options: Options) -> dict[str, Any]:
             continue
         kept.append(measure_kept(accelerator, name, dtype, settings, tokens))
         print(KEPT_TABLE.row(kept_cells(kept[-1])), flush=True)
+        accelerator.free_memory()  # it keeps what it has prepared
         gc.collect()
     for rate in options.learning_rates:
         for name, dtype, settings in LEARNS:
@@ -149,8 +150,9 @@ def measure_kept(
     accelerator: Accelerator, name: str, dtype: str, settings: dict[str, Any], tokens: Tensor
 ) -> dict[str, Any]:
     """Bytes and seconds of an optimizer's steps."""
-    device = accelerator.device
-    network = llama(*((1024, 24) if device.type == "cuda" else (256, 4)), dtype)
+    device: Any = accelerator.device
+    with device:
+        network = llama(*((1024, 24) if device.type == "cuda" else (256, 4)), dtype)
     training = building.train_network(network, settings, accelerator, offloads=False)
     training.micro_batches = [batch_of(tokens, [0], 16)]
     seconds = [harness.timed(training.step) for _ in range(WARM_UP + TIMED)]

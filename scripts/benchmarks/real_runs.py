@@ -42,6 +42,8 @@ SPLIT_SIZE = 4
 """Examples of the micro-batch that does not fit."""
 TOLERANCE = 2e-3
 """Relative, of losses that would be equal but for the order of sums."""
+ROOM = 0.85
+"""Share of a card that a micro-batch may take which has to fit."""
 SLACK_BYTES = 400 * 2**20
 """Of a process on a CPU, for what it loads after its limit is set."""
 
@@ -131,12 +133,13 @@ def write_documents(path: Path, length: int) -> None:
 
 def split_length(length: int) -> int:
     """Tokens of an example where several are in a micro-batch; enough that a micro-batch outweighs the libraries."""
-    return max(length // 8, 4096)
+    return max(length // 16, 4096)
 
 
 def killed_and_resumed(place: Place) -> dict[str, Any]:
     """A run killed during its third step or later, and what became of the same command."""
     flags: dict[str, Any] = {"max_steps": 4, "save_every_steps": 2, "rehearse": False}
+    flags["save_in_background"] = False  # else the kill may come before the checkpoint
     if place.on_card:
         flags["gradient_checkpointing"] = "full"
     words = place.words("killed", place.length, micro_batch_size=1, **flags)
@@ -166,10 +169,15 @@ def killed_and_resumed(place: Place) -> dict[str, Any]:
 
 def split_and_snapshot(place: Place) -> dict[str, Any]:
     """A run that has to split its micro-batch next to one that has room."""
+    from train.memory.devices import this_device
+
     length = split_length(place.length)
+    half, whole = (needed_bytes(place, length, size) for size in (SPLIT_SIZE // 2, SPLIT_SIZE))
+    while place.on_card and whole > ROOM * this_device().total_bytes:  # it has to fit once
+        length //= 2
+        half, whole = (needed_bytes(place, length, size) for size in (SPLIT_SIZE // 2, SPLIT_SIZE))
     flags: dict[str, Any] = {"micro_batch_size": SPLIT_SIZE, "max_steps": 2, "on_oom": "split", "rehearse": False}
     status = place.run("whole", place.words("whole", length, **flags))
-    half, whole = (needed_bytes(place, length, size) for size in (SPLIT_SIZE // 2, SPLIT_SIZE))
     cap_bytes = (half + whole) // 2 + (0 if place.on_card else SLACK_BYTES)
     if place.on_card:
         flags["memory_snapshot"] = True

@@ -136,7 +136,9 @@ def start_work(work: Work, logs: Path, ranks: int, environment: dict[str, str] |
     for rank in range(ranks):
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else variables
         files.append(logs / f"{number:03d}.rank-{rank}")
-        process = context().Process(target=_child, args=(work, own, files[-1], rank))
+        server = context()
+        key = getattr(multiprocessing.forkserver._forkserver, "_forkserver_authkey", None)  # from Python 3.14 on
+        process = server.Process(target=_child, args=(work, own, files[-1], rank, key))
         process.start()
         processes.append(process)
     return Job(processes, files, store)
@@ -232,13 +234,14 @@ def _main(arguments: list[str], fault: Fault | None, rank: int) -> int:
     return main(arguments)
 
 
-def _child(work: Work, variables: dict[str, str], log: Path, rank: int) -> None:
+def _child(work: Work, variables: dict[str, str], log: Path, rank: int, key: bytes | None) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.environ.update(variables)
     # A fork that starts a fork asks the server that it came from, instead of starting another.
-    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # pyright: ignore
+    server: Any = multiprocessing.forkserver._forkserver
+    server.ensure_running, server._forkserver_authkey = lambda: None, key
     multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody has forked
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     status = 70

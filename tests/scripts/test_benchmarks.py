@@ -20,7 +20,7 @@ import torch
 from support import ROOT
 from working_in_turns import work_in_turns
 
-from scripts.benchmarks import building, command_line, harness, loop_overhead
+from scripts.benchmarks import building, command_line, harness, loop_overhead, recompute
 from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
@@ -383,3 +383,44 @@ def test_a_skipped_step_is_known_although_accelerate_does_not_say_so() -> None:
     assert training.was_skipped and not training.optimizer.step_was_skipped
     training.step(mark=lambda phase: None)
     assert training.was_skipped
+
+
+ON_AN_EMULATED_CARD = """
+import os, sys
+sys.path[:0] = ["tests"]
+from emulated.card import Settings
+from emulated.device import install
+install(Settings(memory_bytes=16 * 2**30))
+from scripts.benchmarks import optimizers, recompute
+made = optimizers.llama
+optimizers.llama = lambda width, layers, dtype: made(64, 2, dtype)
+optimizers.KEPT = [row for row in optimizers.KEPT if "8bit" not in row[0]]
+optimizers.LEARNS = optimizers.LEARNS[:1]
+status = {"optimizers": optimizers, "recompute": recompute}[sys.argv.pop(1)].main()
+os._exit(status)  # what is emulated does not survive the end of the interpreter
+"""
+
+
+def measured_on_a_card(name: str, folder: Path, *flags: str) -> dict[str, Any]:
+    """Figures of a benchmark on a card that is emulated."""
+    words = [sys.executable, "-c", ON_AN_EMULATED_CARD, name, "--write", "--output_dir", str(folder), *flags]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_optimizers_on_a_card_count_nothing_of_those_before(tmp_path: Path) -> None:
+    rows = measured_on_a_card("optimizers", tmp_path, "--steps", "1")["kept"]
+    peaks = {row["optimizer"]: row["peak_bytes_per_parameter"] for row in rows if row["weights"] == "float32"}
+    assert peaks["adamw, offload"] < peaks["adamw, in backward"] < peaks["adamw"] == max(peaks.values())
+
+
+@pytest.mark.slow
+def test_every_rung_is_measured_on_a_card(tmp_path: Path) -> None:
+    sizes = ("--hidden_size", "64", "--intermediate_size", "128", "--num_hidden_layers", "2", "--length", "4096")
+    rows = measured_on_a_card("recompute", tmp_path, *sizes, "--mlp_tokens", "256", "--rounds", "1")["model"]
+    peaks = {row["name"]: row["peak_bytes"] for row in rows}
+    assert list(peaks) == list(recompute.RUNGS)
+    assert peaks["full, offload"] < peaks["full"] < peaks["selective"] < peaks["none"]

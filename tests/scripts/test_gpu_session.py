@@ -39,8 +39,17 @@ def others(*packages: str) -> set[str]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 needed = [requirement for requirement in metadata.requires(name) or [] if "extra ==" not in requirement]
                 waiting += needed
-    owners_of = metadata.packages_distributions()
-    return {module for module, owners in owners_of.items() if there.isdisjoint(map(named, owners))} - {"train"}
+    kept, found = {"train"}, set[str]()
+    for distribution in metadata.distributions():
+        is_there = named(distribution.metadata["Name"]) in there
+        (kept if is_there else found).update(modules_of(distribution))
+    return found - kept
+
+
+def modules_of(distribution: metadata.Distribution) -> set[str]:
+    """The names that it can be imported by; Python 3.10 itself knows those of some only."""
+    files = [file for file in distribution.files or () if file.suffix in (".py", ".so") and ".." not in file.parts]
+    return {file.parts[0].partition(".")[0] for file in files}
 
 
 def named(package: str) -> str:
@@ -119,8 +128,8 @@ def test_calls_go_on_where_the_last_one_stopped(on_a_card: gpu_session.Options) 
         assert len(seen) < 10
     assert card.names() == [
         "-m", "attention_kernels", "memory_accuracy", "loss_kernels",  # which fits into what is left
-        "memory_accuracy", "ladder", "recompute", "optimizers",
-        "real_runs", "ladder", "study",
+        "memory_accuracy", "ladder", "recompute",
+        "real_runs", "optimizers", "ladder", "study",
     ]  # fmt: skip
     assert all(before < after for before, after in pairwise(seen))  # each call got further
     commands = len(card.commands)
@@ -238,12 +247,13 @@ def test_wheels_are_those_of_the_constraints() -> None:
 
 
 def python_without(hidden: set[str], folder: Path) -> dict[str, str]:
-    """Variables of a Python that lacks the modules ``hidden``."""
+    """Variables of a Python that lacks the modules ``hidden``, and knows nothing of the packages that have them."""
     folder.mkdir()
+    packages = {d.metadata["Name"] for d in metadata.distributions() if modules_of(d) and modules_of(d) <= hidden}
     (folder / "sitecustomize.py").write_text(
         f"""
 import importlib.abc, importlib.machinery, sys
-HIDDEN = {hidden!r}
+HIDDEN, PACKAGES = {hidden!r}, {packages!r}
 
 class Without(importlib.machinery.PathFinder):
     @classmethod
@@ -251,6 +261,10 @@ class Without(importlib.machinery.PathFinder):
         if path is None and name in HIDDEN:
             path = [entry for entry in sys.path if "site-packages" not in entry]
         return super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *args, **options):
+        return (d for d in super().find_distributions(*args, **options) if d.metadata["Name"] not in PACKAGES)
 
 sys.meta_path[:] = [Without if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
 """

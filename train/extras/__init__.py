@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from train.launch import Launch
 from train.records import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from train.batching import Batches
     from train.config import Config
     from train.data import PreparedData
-    from train.launch import Launch
     from train.model import ModelWithLoss
     from train.outputs import Outputs
     from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome
@@ -285,8 +285,6 @@ def options() -> dict[str, type]:
 
 def check(config: Config, launch: Launch | None = None) -> None:
     """Has each extra check the configuration, which raises UsageError; without ``launch``, for a single process."""
-    from train.launch import Launch
-
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto needs train/memory/, which needs hardware and meter: give a number.")

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def page_locked(num_bytes: int) -> Tensor:
         copies = "for copies to and from the card"
         raise MemoryError(f"host memory: cannot allocate memory of {gib(num_bytes)} {copies}: {gib(free)} is free")
     is_others = not torch.cuda.is_available()  # then that accelerator's own allocator locks it
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_others)
+    whole = torch.empty(num_bytes + PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=is_others)
+    buffer = whole[-whole.data_ptr() % PAGESIZE :][:num_bytes]  # whole pages: CUDA may not lock a neighbour's again
     if is_others:
         return buffer
     driver: Any = torch.cuda.cudart()
     address, portable = buffer.data_ptr(), 1
     if int(driver.cudaHostRegister(address, num_bytes, portable)) == 0:
-        weakref.finalize(buffer, driver.cudaHostUnregister, address).atexit = False
+        weakref.finalize(whole, driver.cudaHostUnregister, address).atexit = False
     else:
         with suppress(RuntimeError):  # or the next kernel would report this error as its own
             torch.zeros(1, device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from dataclasses import replace
@@ -267,13 +268,19 @@ def test_a_rollback_takes_an_unproved_checkpoint_where_all_before_it_are_damaged
     folders = {step: tmp_path / f"step-{step:08d}" for step in (2, 4)}
     for folder in folders.values():
         folder.mkdir()
-    (tmp_path / "metrics.jsonl").touch()
+    skipped = [(3, [9]), (5, [1, 4]), (6, [0, 4])]
+    lines = [json.dumps({"kind": "skipped", "step": step, "examples": examples}) for step, examples in skipped]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered" if path == folders[2] else None)
-    monkeypatch.setattr(checkpoint, "restore", lambda found, *_: Progress(step=int(found.name[5:])))
+    monkeypatch.setattr(checkpoint, "restore", lambda found, *_: Progress(int(found.name[5:]), training_seconds=4.0))
     outputs: Any = Mock(checkpoints=tmp_path, metrics=tmp_path / "metrics.jsonl", from_main=lambda choose: choose())
-    error = DivergenceError("step 6: the loss is 9", Progress(step=6, epoch=1, step_in_epoch=2), sound_step=4)
+    lost = Progress(step=6, epoch=1, step_in_epoch=2, training_seconds=6.0)
+    error = DivergenceError("step 6: the loss is 9", lost, sound_step=4)
     found = checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)
     assert (found.step, found.epoch, found.step_in_epoch, found.rollbacks) == (4, 1, 2, 1)
+    assert found.training_seconds == 4.0  # of the steps that count: with them go their tokens
+    [(_, kind, step, values)] = [call.args for call in outputs.record.call_args_list]
+    assert (kind, step, values["examples"]) == ("rollback", 4, [0, 1, 4])  # of the rows that are gone
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered")
     with pytest.raises(DivergenceError, match="no intact checkpoint from before it"):
         checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)

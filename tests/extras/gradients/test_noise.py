@@ -205,6 +205,13 @@ def test_two_ranks_average_what_each_finds(parts: list[list[list[int]]]) -> None
 ONE, TWO = "--gradient_accumulation_steps=1", "--gradient_accumulation_steps=2"
 
 
+def test_batch_sizes_are_those_of_the_launch() -> None:
+    flags = ["--gradient_noise_scale", "--global_batch_size=8", "--micro_batch_size=2", TWO]
+    assert parse(flags, Launch(world_size=2)).optimization.global_batch_size == 8
+    with pytest.raises(UsageError, match="contradicts global_batch_size 8"):
+        parse(flags, Launch())
+
+
 @pytest.mark.parametrize(
     ("flags", "launch", "message"),
     [

@@ -41,9 +41,9 @@ def prepared(**changes: Any) -> tuple[Extra, Run]:
             {"metric_for_best": "accuracy", "greater_is_better": False},
             "accuracy",
             [0, 1, 1, 3],
-            "accuracy on data abc",
+            "accuracy, reversed, on data abc",
         ),
-        ({"metric_for_best": "loss", "greater_is_better": True}, "loss", [0, 0, 2, 2], "loss on data abc"),
+        ({"metric_for_best": "loss", "greater_is_better": True}, "loss", [0, 0, 2, 2], "loss, reversed, on data abc"),
     ],
 )
 def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[int], best_of: str) -> None:
@@ -70,6 +70,8 @@ def test_an_error_of_a_tasks_own_is_better_the_smaller_it_is() -> None:
 
 
 def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:
+    with pytest.raises(UserError, match="'data' is not among this task's metrics"):
+        prepared(metric_for_best="data")  # which is a text
     with pytest.raises(UserError, match="'confusion_matrix' is not among this task's metrics"):
         prepared(task="sequence_classification", metric_for_best="confusion_matrix")
     with pytest.raises(UserError, match=r"'f1' is not among this task's metrics: loss, accuracy, .*macro_f1"):

@@ -101,9 +101,8 @@ class OffloadedInputs:
     def _moves(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
-        if tensor.device not in self.transfers:
-            has_streams = hasattr(torch.get_device_module(tensor.device), "Stream")  # Metal, in host memory, has none
-            self.transfers[tensor.device] = StreamTransfers(tensor.device) if has_streams else None
+        if tensor.device not in self.transfers:  # Metal's memory is the host's
+            self.transfers[tensor.device] = None if tensor.device.type == "mps" else StreamTransfers(tensor.device)
         return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
 
     @torch.no_grad()

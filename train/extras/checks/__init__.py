@@ -43,6 +43,9 @@ class Extra(extras.Extra):
         settings.check_settings(config, launch)
 
     def started(self, run: Run) -> None:
+        start = Path(run.config.output.resume)
+        if str(start) not in ("auto", "never") and (not start.is_dir() or (start / "checkpoints").is_dir()):
+            raise UserError(f"resume: {start} is not a checkpoint: give auto, or …/checkpoints/step-NNNNNNNN of a run.")
         if (known := run.accelerator.num_processes) != run.launch.world_size:
             raise UserError(
                 f"the launcher started {run.launch.world_size} processes, but this one knows of {known}: they would "

@@ -55,8 +55,9 @@ def check_settings(config: Config, launch: Launch) -> None:
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
         both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
         raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
-    if model.is_function and model.dtype != "float32":
-        raise UsageError(f"dtype: {model.dtype} would not reach a function's model: leave it out, and do that there.")
+    for name, value in ("dtype", model.dtype), ("attn_implementation", model.attn_implementation):
+        if model.is_function and value not in ("float32", None):
+            raise UsageError(f"{name}: {value} would not reach a function's model: leave it out, and do that there.")
     if model.dtype == "float16" and config.get("adapter", "none") == "none":  # AdamW's second moment would underflow
         raise UsageError("dtype: float16 is for weights that are not trained: give --mixed_precision fp16 instead.")
 

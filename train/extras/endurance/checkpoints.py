@@ -193,25 +193,26 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """
     outputs, lost, sound = run.outputs, error.progress, error.sound_step
 
-    def choose() -> Path | None:
-        there = checkpoint.by_step(outputs.checkpoints)
-        last = [row["step"] for row in read_metrics(outputs.metrics) if row["kind"] == "rollback"][-1:]
+    def choose() -> tuple[Path, list[int]] | None:
+        there, rows = checkpoint.by_step(outputs.checkpoints), read_metrics(outputs.metrics)
+        last = [row["step"] for row in rows if row["kind"] == "rollback"][-1:]
         for step in sorted({s for s in there if s <= sound} - {*last}, key=lambda step: (step == sound, -step)):
             if (problem := checkpoint.verify(there[step])) is None:
                 for later in [number for number in reversed(there) if number > step]:
                     checkpoint.remove(there[later])
-                return there[step]
+                skipped = [row["examples"] for row in rows if row["kind"] == "skipped" and row["step"] > step]
+                return there[step], sorted({*itertools.chain(*skipped)})
             outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
         return None
 
     found = outputs.from_main(choose)
     if found is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
-    restored = checkpoint.restore(found, state)
+    restored = checkpoint.restore(found[0], state)
     outputs.keep_log(restored)
     restored = run.extras.pipe("resumed", run, restored)
-    values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}
+    values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "examples": found[1], "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")
-    kept = ("epoch", "step_in_epoch", "nonfinite_steps", "training_seconds")
+    kept = ("epoch", "step_in_epoch", "nonfinite_steps")
     return replace(restored, rollbacks=lost.rollbacks + 1, **{name: getattr(lost, name) for name in kept})

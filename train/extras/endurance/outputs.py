@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,10 @@ class DurableOutputs(Outputs):
         super().__init__(*args, **options)
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
 
-    def prepare(self) -> None:
-        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
-        super().prepare()
-        with figures.writable(self.folder / "config.yaml"):
-            if self.config.output.resume == "never":
-                self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
-
     def discard_later(self, progress: Progress) -> None:
-        """Moves aside checkpoints from after ``progress``, and what was made of them."""
+        """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
+        if self.config.output.resume == "never":
+            self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
         if later or self.earlier_summary.get("steps", 0) > progress.step:
             made = [self.folder / name for name in ("final", "summary.json", "report.html")]
@@ -52,13 +48,14 @@ class DurableOutputs(Outputs):
     def write_rows(self, *rows: str) -> None:
         """Appends to the log, in which a gap would be no reason to stop: what fails is tried again with the next."""
         self._unwritten += rows
+        size = self.metrics.stat().st_size if self.metrics.exists() else 0
         try:
             super().write_rows(*self._unwritten)
             self._unwritten = []
         except UserError as error:
-            if self._unwritten == list(rows):
-                self._unwritten.insert(0, "\n")  # the disk may have taken half of one
-                self.note(f"{error} Training continues, and these rows are written later if possible.")
+            with suppress(OSError), self.metrics.open("r+b") as file:
+                file.truncate(size)  # the disk may have taken some of them
+            self.note(f"{error} Training continues, and these rows are written later if possible.")
 
     def sync_log(self) -> None:
         if self.is_main:
@@ -69,7 +66,6 @@ class DurableOutputs(Outputs):
         """Adds the digests of ``final/`` to the summary; rows of the log that still cannot be written end the run."""
         files = {}
         if self.is_main:
-            self.write_rows()
             super().write_rows(*self._unwritten)
             self._unwritten = []
             paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
@@ -78,8 +74,8 @@ class DurableOutputs(Outputs):
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
-        """Empty also where ``final/`` is not as the summary says."""
-        summary = super().earlier_summary
+        """Empty also where ``final/`` is not as the summary says, or the run starts from scratch."""
+        summary = super().earlier_summary if self.config.output.resume != "never" else {}
         try:
             for name, expected in summary.get("final_files", {}).items():
                 if not (self.final / name).is_file() or checkpoint.digest(self.final / name) != expected:

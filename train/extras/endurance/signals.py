@@ -66,10 +66,10 @@ class Signals:
 def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
     """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
 
-    Where they die before they have delivered anything, this process loads the rest itself.
+    Where they die before they have delivered anything, this process loads the rest itself. Only forks obey it.
     """
     (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
-    batches = _start(loader(sampler=ahead, worker_init_fn=_obey_parent))
+    batches = _start(loader(sampler=ahead, worker_init_fn=_obey_parent, multiprocessing_context="fork"))
     try:
         for batch in batches:
             next(rest)

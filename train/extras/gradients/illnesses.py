@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 VANISHED, EXPLODED, JUMP = 1e-4, 1e3, 100.0  # of the largest norm; a norm; times the usual norm
-HIGH_GROWTH = 100.0  # of activations
-LOST_SHARE, NEAR_LARGEST = 0.05, 65504 / 2  # of fp16
+HIGH_GROWTH, LOST_SHARE, NEAR_LARGEST = 100.0, 0.05, 65504 / 2  # of activations; these two of fp16
 NORMALISE = "Normalise layers (LayerNorm, RMSNorm), add residual connections"
 LOWER_RATE = "Divide learning_rate by 10 or warm up longer; scripts/study.py learning_rate finds a rate"
 

@@ -71,7 +71,7 @@ class Extra(extras.Extra):
             with suppress(OSError):  # a full disk must not hide that memory is full
                 cuda.memory._dump_snapshot(str(path))
 
-        cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+        cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_EVENTS)
         _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import math
 import os
 import platform
@@ -36,8 +35,8 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this template and of the libraries that decide what a run does."""
-    names = ("torch", "transformers", "accelerate", "datasets", "evaluate")
-    found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    names = "torch", "transformers", "accelerate", "datasets", "evaluate"
+    found = {name: d.version for name in names for d in [*importlib.metadata.distributions(name=name)][:1]}
     return {"python": platform.python_version(), "template": __version__, **found}
 
 

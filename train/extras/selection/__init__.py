@@ -64,7 +64,7 @@ class Extra(extras.Extra):
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = examples_digest(examples.validation)
-        self._best_of = f"{self._metric} on data {self._data}"
+        self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
@@ -82,7 +82,7 @@ class Extra(extras.Extra):
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
-        if isinstance(found := evaluation.metrics.get(self._metric), list | dict | None):
+        if isinstance(found := evaluation.metrics.get(self._metric), list | dict | str | None):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
             raise UserError(f"metric_for_best: {self._metric!r} is not among this task's metrics: {known}.")
         value, best = float(found), progress.best_metric
@@ -98,8 +98,8 @@ class Extra(extras.Extra):
 
         Without its best step, where that cannot be compared with others, or not be loaded, any more.
         """
-        outputs, best, step = run.outputs, progress.best_step, progress.step
-        is_gone = bool(self.final_step(run, progress)) and not outputs.from_main(lambda: best in outputs.steps())
+        outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
+        is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         if best is not None and (is_gone or progress.best_of != self._best_of):
             reason = f"it was chosen by {progress.best_of}, from now on it is by {self._best_of}"
             reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
@@ -110,7 +110,7 @@ class Extra(extras.Extra):
             rows = (row for row in read_metrics(outputs.metrics) if row["step"] == step)
             return [row for row in rows if row.get("data") == self._data and self._metric in row][:1]
 
-        if progress.evaluated_step == step or not (found := outputs.from_main(logged)):
+        if progress.evaluated_step == (step := progress.step) or not (found := outputs.from_main(logged)):
             return progress
         metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
         return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
@@ -123,7 +123,15 @@ class Extra(extras.Extra):
         return kept | {progress.best_step or 0}
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
-        return progress.best_step if run.config.of(Options).load_best_model_at_end else None
+        """The best, if its checkpoint is intact; else a note."""
+        from train.checkpoint import verify
+
+        outputs, best = run.outputs, progress.best_step
+        if best is None or not run.config.of(Options).load_best_model_at_end:
+            return None
+        if why := outputs.from_main(lambda: verify(outputs.checkpoints / f"step-{best:08d}")):
+            outputs.note(f"the best checkpoint, of step {best}, cannot be used ({why}): final/ has the last weights")
+        return None if why else best
 
 
 def load_metric(name: str, num_classes: int) -> Any:
