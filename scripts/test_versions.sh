@@ -4,12 +4,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-which=${1:-}
-if [ "$which" != oldest ] && [ "$which" != newest ]; then
-    echo "usage: test_versions.sh oldest|newest [pytest arguments]" >&2
-    exit 2
-fi
-shift
+case ${1:-} in
+    oldest | newest) which=$1 && shift ;;
+    *) echo "usage: test_versions.sh oldest|newest [pytest arguments]" >&2 && exit 2 ;;
+esac
 folder=.venv-$which
 [ -d "$folder" ] || "${PYTHON:-python3}" -m venv "$folder"
 bin=$folder/bin

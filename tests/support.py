@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.version import Version
 
 from train.launch import Launch
 
@@ -71,6 +75,11 @@ def log_of(output: Path) -> list[dict[str, Any]]:
     exact = ("kind", "step", "split", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "tokens_seen")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines() if line]
     return [{name: row.get(name) for name in exact} for row in rows]
+
+
+needs_counts_on_device = pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.23"), reason="counts experts in a way that takes data"
+)
 
 
 def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:  # noqa: B008

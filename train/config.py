@@ -109,7 +109,7 @@ class Optimization:
     adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", ge=0)
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
-    max_grad_value: float | None = option(None, "Or clip each element to ±.", gt=0, replaces=("max_grad_norm",))
+    max_grad_value: float | None = option(None, "Instead: each element, to ± this.", gt=0, replaces=("max_grad_norm",))
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
     seed: int = option(42, "Of weights, order and dropout.", ge=0)
     distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)

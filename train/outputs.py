@@ -177,8 +177,9 @@ class Outputs:
             figures.write_whole(self.folder / "summary.json", figures.to_json(summary, indent=2) + "\n")
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
+        skipped = f" ({n} skipped: no finite gradient)" if (n := summary.get("nonfinite_steps")) else ""
         self.say(
-            f"{figures.several(summary['steps'], 'step')}, {figures.count(summary['tokens'])} tokens in "
+            f"{figures.several(summary['steps'], 'step')}{skipped}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             + (f"peak memory {figures.gib(peak)}, " if (peak := summary.get("peak_allocated_bytes")) else "")
             + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "no step was left")

@@ -52,6 +52,7 @@ def test_one_bad_loss_skips_one_step_on_all_ranks(tmp_path: Path, value: float, 
     assert weights(output, 5) == weights(output, 4) != weights(output, 6)
     assert assert_all_finite(output) > 20
     assert json.loads((output / "summary.json").read_text())["nonfinite_steps"] == 1
+    assert " steps (1 skipped: no finite gradient), " in ended[0].said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from faults.processes import script
+from support import needs_counts_on_device
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
@@ -182,7 +183,10 @@ CASES: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+MARKS = {"experts, their router's loss": needs_counts_on_device}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_prediction_equals_the_real_step(name: str, predictor: Predictors) -> None:
     case = CASES[name]
     predictor.ask(case)

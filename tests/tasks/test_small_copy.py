@@ -68,6 +68,14 @@ def test_later_tokens_of_a_module_of_ones_own(is_causal: bool) -> None:
     assert (checked(Functional(is_causal), causal_lm.Task) is None) is is_causal
 
 
+def test_results_that_are_not_finite_tell_nothing_of_later_tokens() -> None:
+    class Infinite(Functional):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids) * torch.nan
+
+    assert checked(Infinite(True), causal_lm.Task) is None
+
+
 class Mean(nn.Module):
     """A classifier, or with ``each`` a model of every token, that may lack something of its contract."""
 

@@ -55,7 +55,7 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         if task.is_causal:
             earlier = logits_on_trial(small, tokens)[:, :-1]
             tokens[:, -1] = 1
-            if not differ(logits_on_trial(small, tokens)[:, :-1], earlier):
+            if not (earlier.isfinite().all() and differ(logits_on_trial(small, tokens)[:, :-1], earlier)):
                 return None
             is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
             return (

@@ -209,7 +209,7 @@ def main() -> None:
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
-            answer = UserError(f"this model or setting cannot be predicted: {reason}. A run still measures it.")
+            answer = UserError(f"this model or setting cannot be predicted: {reason}. A run tries it for real.")
         pickle.dump(answer, answers)
         answers.flush()
         gc.collect()

@@ -185,6 +185,8 @@ def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
     }
     with pytest.raises(UserError, match=r"adapter: lora does not work with this model: .*no_such_layer"):
         built(adapter="lora", lora_target_modules=("no_such_layer",))
+    with pytest.raises(UserError, match="lora_target_modules: no layer that takes adapters is called v_porj, x"):
+        built(adapter="lora", lora_target_modules=("q_proj", "v_porj", "x"))
 
 
 class Blocks(nn.Module):

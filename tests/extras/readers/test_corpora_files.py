@@ -124,6 +124,13 @@ def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, del
     assert {d["text"]: d["label"] for d in found.values()} == LINES
 
 
+def test_the_columns_of_a_csv_without_the_one_that_is_wanted_are_told(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text('review;stars\n"it was, in all, ""good""";5\n')
+    for columns in ({}, {"text_column": "review"}):
+        with pytest.raises(UserError, match=r"no column '(text|label)'; the columns are review, stars"):
+            load(tmp_path / "data.csv", labelled=True, **columns)
+
+
 PRETTY = [
     {"text": "one {with} braces\nand two lines", "label": 1, "meta": {"tags": ["a", {"b": 2}], "more": {}}},
     {"text": "zwei ü }", "label": "1", "meta": None},

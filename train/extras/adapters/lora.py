@@ -81,6 +81,9 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
         inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None
+    found = [f".{name}" for name in _adapted(model)]
+    if unknown := [n for n in own.lora_target_modules if not (all_linear or any(f.endswith(f".{n}") for f in found))]:
+        raise UserError(f"lora_target_modules: no layer that takes adapters is called {', '.join(unknown)}.")
     _check_layers(model)
     settings.modules_to_save = heads or None  # after peft has looked: they are trained in place, without copies
     for head in map(model.get_submodule, heads):

@@ -36,7 +36,7 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     if product < 1 or world_size % copies or (given and not is_deepspeed and product != world_size):
         raise UsageError(
             f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
-            f"{world_size}. Their product must be num_processes: change one of them."
+            f"{world_size}. Change one of them, or give accelerate launch --num_processes {product}."
         )
 
 
@@ -54,7 +54,7 @@ def check_settings(config: Config, launch: Launch) -> None:
         raise UsageError(f"mixed_precision: {launch.precision} in the launch file: use fp16, bf16 or no.")
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
         both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
-        raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
+        raise UsageError(f"mixed_precision: {both}. Leave it out, or give accelerate launch --mixed_precision {asked}.")
     for name, value in ("dtype", model.dtype), ("attn_implementation", model.attn_implementation):
         if model.is_function and value not in ("float32", None):
             raise UsageError(f"{name}: {value} would not reach a function's model: leave it out, and do that there.")
@@ -77,6 +77,8 @@ def check_settings(config: Config, launch: Launch) -> None:
     if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if config.data.tokenizer is None and (model.model is None or model.is_function):
-        raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
+        raise UsageError(
+            "tokenizer: this model brings none (a recipe's is for its own model): give bytes, train:8192, a name."
+        )
     if ".." in Path(folder).parts or "\0" in folder:
         raise UsageError(f"output_dir: {folder!r} leads outside its folder: write the path without '..'.")

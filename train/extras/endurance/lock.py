@@ -41,8 +41,7 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
         file.close()
         time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
         holder = (folder / NAME).read_text(encoding="utf-8") or "another process"
-        remedy = "Wait for it, stop it, or give another --output_dir."
-        raise UserError(f"{folder} is in use by {holder}. {remedy}") from None
+        raise UserError(f"{folder} is in use by {holder}. Wait for it, end it, or give another --output_dir.") from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()

@@ -72,7 +72,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
     if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
         raise UserError(
             f"{name} returned {type(found).__name__}: return a 🤗 Dataset, or a dict of them with the keys train, "
-            "validation, test."
+            "validation, test. Dataset.from_list(rows) makes one."
         )
     if unknown := splits.keys() - {"train", "validation", "test"}:
         raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
@@ -81,7 +81,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
             raise UserError(f"{name}: the {split} split has a transform, which is not applied: use map().")
         known = documents.column_names
         if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
-            raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known}.")
+            raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known or 'no rows'}.")
     if "validation" not in splits and (count := len(splits["train"])) < 2:
         raise UserError(f"{name}: {count} document(s) cannot be split in two: return a validation split.")
     splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}

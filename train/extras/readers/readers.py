@@ -199,9 +199,10 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
     with _open(path, encoding) as file:
         first = next((line for line in file if line.strip()), "").rstrip()
         file.seek(0)
-        usual = "\t" if path.suffix.lower() == ".tsv" else ","
-        marks = (mark for mark in (usual, *",;\t|") if {*columns} <= {name.strip('"') for name in first.split(mark)})
-        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=next(marks, usual))
+        usual_first = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+        named = {mark: {*columns} & {name.strip('"') for name in first.split(mark)} for mark in usual_first}
+        divider = max(named, key=lambda mark: (len(named[mark]), first.count(mark)))  # where none fits, for the error
+        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=divider)
         header: list[str] = []
         while True:
             line = reader.line_num + 1
