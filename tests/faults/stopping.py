@@ -191,7 +191,8 @@ def _launch(its: list[str], fault: Fault, logs: Path, rank: int) -> int:
 
     os.kill = kill
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    options: dict[str, Any] = {**meeting, "max_restarts": 0, "start_method": "fork", "shutdown_timeout": 90}
+    options: dict[str, Any] = {**meeting, "max_restarts": 0, "start_method": "fork"}
+    options |= {"shutdown_timeout": 90} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}  # torch 2.11
     with suppress(SignalException):
         elastic_launch(LaunchConfig(1, 1, RANKS, **options), _rank)(its, fault, logs)
     return 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from faults.processes import script
-from support import needs_counts_on_device
+from support import needs_transformers_5_23
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
@@ -183,7 +183,7 @@ CASES: dict[str, Job] = {
 }
 
 
-MARKS = {"experts, their router's loss": needs_counts_on_device}
+MARKS = {"experts, their router's loss": needs_transformers_5_23}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])

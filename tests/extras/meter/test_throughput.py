@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
-from support import needs_counts_on_device
+from support import needs_transformers_5_23
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -254,7 +254,7 @@ def test_kernels_of_a_card_are_not_needed():
     assert model_flops_per_token(model, 512) == alike(6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
 
 
-@pytest.mark.parametrize("balanced", [False, pytest.param(True, marks=needs_counts_on_device)])
+@pytest.mark.parametrize("balanced", [False, pytest.param(True, marks=needs_transformers_5_23)])
 def test_a_mixture_of_experts_counts_those_a_token_is_sent_to(balanced: bool):
     """Also where the model answers with the loss that balances its experts before the logits."""
     shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
