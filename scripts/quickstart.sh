@@ -4,8 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
-bin=.venv/bin
-[ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
+bin=.venv/bin && [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 launch=cpu threads=$($bin/python -c 'import os; print(os.cpu_count() or 1)')
 if $bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then launch=single_gpu threads=1; fi
 exec $bin/accelerate launch --quiet --config_file "accelerate_configs/$launch.yaml" \

@@ -4,8 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh dev
-bin=.venv/bin
-[ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
+bin=.venv/bin && [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 export PATH="$PWD/$bin:$PATH" PYTHONDONTWRITEBYTECODE= # DeepSpeed looks for ninja there; compiled files are kept
 if [ "${1:-}" = "--all" ]; then
     set -- -m "not gpu" "${@:2}"

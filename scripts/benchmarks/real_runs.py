@@ -229,7 +229,7 @@ CHECKS: dict[str, Callable[[Place], dict[str, Any]]] = {
 
 
 def checked(options: Options, path: Path | None, about: dict[str, Any]) -> dict[str, Any]:
-    """Makes the checks that ``path`` does not have yet, and keeps each there at once."""
+    """Makes the checks that ``path`` does not have yet, or that failed, and keeps each there at once."""
     import torch
 
     from train.memory.devices import this_device
@@ -241,7 +241,7 @@ def checked(options: Options, path: Path | None, about: dict[str, Any]) -> dict[
     if path is not None and path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if (earlier["model"], earlier["length"]) == (options.model, length):
-            found["checks"] = earlier["checks"]
+            found["checks"] = {name: row for name, row in earlier["checks"].items() if row["ok"]}
     for name, check in CHECKS.items():
         if name in found["checks"]:
             continue

@@ -86,6 +86,16 @@ def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, numbe
     assert not (tmp_path / "run" / "stopped.json").exists()
 
 
+def test_a_run_from_scratch_that_is_stopped_before_it_begins_is_not_told_to_resume_another(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run", "--max_steps", 1, "--num_epochs", "None")
+    assert run(its, tmp_path / "logs")[0].status == EXIT_DONE
+    stop = at_call("train.data:load_corpus", send_itself(signal.SIGTERM))
+    [end] = run((*its, "--resume", "never"), tmp_path / "logs", fault=stop)
+    assert end.status == EXIT_STOPPED, end.said
+    assert "run the same command again to resume from step 0." in end.said
+    assert (tmp_path / "run" / "summary.json").exists() and not (tmp_path / "run" / "previous-1").exists()
+
+
 def test_stops_at_once_while_workers_prepare_data(tmp_path: Path) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run", "--preprocessing_num_workers", 2)
     fault = at_call("train.tasks.causal_lm:Task.encode", sleep_for_long)

@@ -68,11 +68,11 @@ class Extra(extras.Extra):
 
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
-        self._config: Config | None = None
+        self._config: Any = None  # from open() on
         self._recovering: Recovering | None = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
         self._logged_step = 0  # up to which the loss is known
-        self._is_trained = False  # the last step is made, and its checkpoint written
+        self._has_begun = self._is_trained = False  # training; the last step is made, and its checkpoint written
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -97,7 +97,7 @@ class Extra(extras.Extra):
             stack.enter_context(self._signals.listening())
             follow_launcher()
             if launch.world_size > 1:
-                seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
+                seconds, remedy = config.optimization.distributed_timeout_seconds, self._how_to_resume
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
                 stack.enter_context(lock(Path(config.output.output_dir)))
@@ -213,6 +213,7 @@ class Extra(extras.Extra):
         refuse_nonfinite(run, state, progress)
 
     def starting(self, run: Run, parts: Parts) -> None:
+        self._has_begun = True
         if run.outputs.is_main:
             (run.outputs.folder / STOPPED).unlink(missing_ok=True)
 
@@ -220,10 +221,10 @@ class Extra(extras.Extra):
         """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
         outputs, names = run.outputs, [*run.stop, None]
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
-        step = step if step is not None else max(outputs.steps(), default=0)
+        step = step if step is not None else self._newest_step()
         if outputs.is_main:
             write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
-        again = f"run {same_command(run.config)} again to resume from step {step}"
+        again = f"run {self._same_command()} again to resume from step {step}"
         outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
@@ -233,31 +234,33 @@ class Extra(extras.Extra):
         if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
             if self._is_trained and self._config is not None:
                 done = "what comes after the last step has failed; its checkpoint is written"
-                show_error(f"{done}: {same_command(self._config)} makes what is missing.")
+                show_error(f"{done}: {self._same_command()} makes what is missing.")
             return None
         where = error.filename or self._config.output.output_dir
-        return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
+        return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
+
+    def _same_command(self) -> str:
+        """The command that resumes this run: the one that started it, unless that one says where to start."""
+        return "the same command" + " with --resume auto" * (self._has_begun and self._config.output.resume != "auto")
+
+    def _newest_step(self) -> int:
+        """Of this run's checkpoints; 0 without any. Before a run from scratch begins, those there are another's."""
+        from train.checkpoint import by_step
+
+        is_new = self._config.output.resume == "never" and not self._has_begun
+        return 0 if is_new else max(by_step(Path(self._config.output.output_dir) / "checkpoints"), default=0)
+
+    def _how_to_resume(self) -> str:
+        """What to do when the run was cut off."""
+        if step := self._newest_step():
+            return f"Run {self._same_command()} again to resume from step {step}."
+        return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
         summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:
             summary["oom_recoveries"] = self._recovering.recoveries
-
-
-def same_command(config: Config) -> str:
-    """The command that resumes this run: the one that started it, unless that one says where to start."""
-    return "the same command" if config.output.resume == "auto" else "the same command with --resume auto"
-
-
-def how_to_resume(config: Config) -> str:
-    """What to do when the run was cut off."""
-    from train import checkpoint
-
-    steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
-    if not steps:
-        return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
-    return f"Run {same_command(config)} again to resume from step {max(steps)}."
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
