@@ -288,6 +288,23 @@ def test_a_run_whose_best_checkpoint_is_damaged_is_made_only_once(
         assert ("nothing to do" in capsys.readouterr().out) is not made
 
 
+def test_final_with_the_best_weights_outlives_damage_to_their_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train.tasks.causal_lm import Task
+
+    metrics, values = Task.metrics, iter([3.0, 4.0])
+    monkeypatch.setattr(Task, "metrics", lambda self, *args: {**metrics(self, *args), "loss": next(values)})
+    best = ("--max_steps", "2", "--eval_every_steps", "1", "--save_every_steps", "1", "--load_best_model_at_end")
+    assert train(tmp_path, *best) == EXIT_DONE
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").write_text("{}")
+    capsys.readouterr()
+    assert train(tmp_path, *best) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert "nothing to do" in said and "cannot be used" not in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["final_step"] == 1
+
+
 HOLDER = """
     import platform, sys, time
     from pathlib import Path

@@ -129,7 +129,8 @@ class Extra(extras.Extra):
         outputs, best = run.outputs, progress.best_step
         if best is None or not run.config.of(Options).load_best_model_at_end:
             return None
-        if why := outputs.from_main(lambda: verify(outputs.checkpoints / f"step-{best:08d}")):
+        is_made = outputs.is_complete(progress.step, best)  # final/ has these weights already
+        if why := not is_made and outputs.from_main(lambda: verify(outputs.checkpoints / f"step-{best:08d}")):
             outputs.note(f"the best checkpoint, of step {best}, cannot be used ({why}): final/ has the last weights")
         return None if why else best
 
