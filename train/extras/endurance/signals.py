@@ -66,7 +66,7 @@ class Signals:
 def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
     """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
 
-    Where they die before they have delivered anything, this process loads the rest itself. Only forks obey it.
+    Where they die before they have delivered anything, this process loads the rest itself.
     """
     (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
     batches = _start(loader(sampler=ahead, worker_init_fn=_obey_parent, multiprocessing_context="fork"))
@@ -103,7 +103,7 @@ def _start(loader: Any) -> Any:
 
 
 def _obey_parent(worker: int) -> None:
-    """Ends this process if its parent, and nobody else, sends SIGTERM: so torch and Python end one that lingers."""
+    """Ends this process, a fork, if its parent, and nobody else, sends SIGTERM: so Python ends one that lingers."""
     parent = os.getppid()
 
     def listen() -> None:
