@@ -102,7 +102,10 @@ def evaluation_batches(examples: Any, loading: Loading, size: int, world: int = 
 
     unused: Any = None
     data = PreparedData(unused, unused, unused, unused, loading)
-    run: Any = SimpleNamespace(config=Config().changed(micro_batch_size=size), launch=Launch(world, rank))
+    outputs = SimpleNamespace(bar=None, is_main=False)
+    run: Any = SimpleNamespace(
+        config=Config().changed(micro_batch_size=size), launch=Launch(world, rank), outputs=outputs
+    )
     return list(data.evaluation_batches(run, examples))
 
 

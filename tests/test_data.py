@@ -12,7 +12,7 @@ from support import run_for
 from transformers import AutoTokenizer
 
 from train.config import Config
-from train.data import corpus_of, load_function, prepare_data
+from train.data import call_function, corpus_of, load_function, prepare_data
 from train.records import UserError
 
 
@@ -68,6 +68,27 @@ def test_a_function_is_found_in_a_file_and_in_a_module_of_the_current_folder(
     monkeypatch.chdir(tmp_path)
     for source in (f"{tmp_path}/own_shapes_for_test.py", "own_shapes_for_test.py", "own_shapes_for_test"):
         assert load_function(f"{source}:build", "model")().width == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gets"),
+    [
+        ("config", True),
+        ("config=None", True),
+        ("*, config", True),
+        ("settings", True),
+        ("settings, /", True),
+        ("settings=None", False),
+        ("*settings", False),
+        ("**settings", False),
+        ("", False),
+    ],
+)
+def test_a_function_gets_the_configuration_if_it_wants_it(tmp_path: Path, arguments: str, gets: bool) -> None:
+    (tmp_path / "wanting.py").write_text(f"def documents({arguments}):\n    return locals()\n")
+    config = Config()
+    found = call_function(f"{tmp_path}/wanting.py:documents", "dataset", config)
+    assert (config in found.values()) == gets
 
 
 def test_a_function_imports_what_lies_next_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

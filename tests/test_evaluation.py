@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -314,6 +315,18 @@ def test_an_evaluation_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -
     prepared, now = prepared_data(config, TEXTS), iter((100.0, 107.5))
     monkeypatch.setattr("train.evaluation.time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert evaluate(*run_and_parts(config, prepared, network(config, prepared)), "validation", 1).seconds == 7.5
+
+
+def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    run, parts = run_and_parts(config, prepared, network(config, prepared))
+    run.outputs.is_main, number = True, len(list(prepared.evaluation_batches(run, split_of(prepared))))
+    evaluate(run, parts, "validation", 1)
+    assert "evaluating" not in capsys.readouterr().err  # a short one
+    monkeypatch.setattr("tqdm.std.time", count(0, 10).__next__)  # seconds, ten later at each look
+    evaluate(run, parts, "validation", 1)
+    assert f"{number}/{number}" in capsys.readouterr().err
 
 
 def test_ranks_that_divide_sequences_add_up_what_they_have_of_each_example(monkeypatch: pytest.MonkeyPatch) -> None:

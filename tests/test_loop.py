@@ -425,6 +425,16 @@ def test_loss_scale_changes_nothing_but_falls_on_overflow(monkeypatch: pytest.Mo
     assert scaler.get_scale() == 512.0
 
 
+def test_a_scaled_gradient_whose_norm_overflows_makes_no_weight_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler looks at each number, and these are finite."""
+    run = Recorder(config({"max_grad_norm": None}))
+    scaled(run, 1.0, monkeypatch)
+    run.network.head.weight.register_hook(lambda grad: torch.full_like(grad, 1e30))
+    outcome = optimizer_step(run.engine, run.model, run.optimizer, next(ThreeSteps().steps(0, 0)))
+    assert outcome.skipped and outcome.grad_norm == math.inf
+    assert all(p.isfinite().all() for p in run.network.parameters())
+
+
 def test_a_scaled_gradient_is_clipped_by_value_as_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config({"max_grad_norm": None, "max_grad_value": 1e-3})
     plain, with_scale = Recorder(settings), Recorder(settings)

@@ -111,7 +111,7 @@ def cannot(*args: Any, **kwargs: Any) -> None:
     ("what", "said"),
     [
         ("train.loop.evaluate", None),
-        ("train.extras.report.page.write_report", "what comes after the last step has failed"),
+        ("train.extras.report.page.page", "what comes after the last step has failed"),
         ("train.outputs.Outputs.write_final", "what comes after the last step has failed"),
     ],
 )
@@ -206,6 +206,8 @@ def test_without_endurance_a_new_run_is_not_taken_for_the_finished_one_in_its_fo
     for step in (3, 6):
         (outputs.checkpoints / f"step-{step:08d}").mkdir(parents=True)
     (tmp_path / "summary.json").write_text('{"steps": 6, "final_step": 6}')
+    assert Outputs(outputs.config, Accelerator(cpu=True)).is_complete(6)
+    assert not Outputs(outputs.config.changed(resume="never"), Accelerator(cpu=True)).is_complete(6)
     outputs.discard_later(Progress(step=3))
     assert list(outputs.steps()) == [3]
     assert not Outputs(outputs.config, Accelerator(cpu=True)).is_complete(6)

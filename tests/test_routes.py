@@ -16,6 +16,9 @@ import pytest
 from faults.processes import script
 from safetensors.torch import load_file
 from support import ROOT
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
@@ -229,6 +232,82 @@ def test_tasks_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
     if name == "last_half":  # bytes count as far as targets stand for them: a token each, and one for the end
         assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2) * (LENGTH + 1) / LENGTH)
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('!')[-1] }}")
+CHATS = [
+    [("user", "two?"), ("assistant", "hm!2"), ("user", "three?"), ("assistant", "hm!3")],
+    [("system", "be short"), ("user", "four?"), ("assistant", "hm!4")],
+    [("user", "no answer")],
+]
+
+
+def chat_tokenizer(folder: Path, template: str) -> None:
+    """One token for each byte, and marks for who speaks."""
+    bytes_ = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    bytes_.pre_tokenizer, bytes_.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks: Any = ["<|system|>", "<|user|>", "<|assistant|>"]
+    made = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", additional_special_tokens=marks)
+    made.chat_template = template
+    made.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "learned"),
+    [
+        (CHATML, {"<|user|>two?<|end|><|assistant|>[hm!2<|end|>]<|user|>three?<|end|><|assistant|>[hm!3<|end|>]"}),
+        (
+            FORGETFUL,
+            {
+                "<|user|>two?<|end|><|assistant|>[hm!2<|end|>]",
+                "<|user|>two?<|end|><|assistant|>2<|end|><|user|>three?<|end|><|assistant|>[hm!3<|end|>]",
+            },
+        ),
+    ],
+)
+def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
+    fork: Fork, template: str, learned: set[str]
+) -> None:
+    fork.write("train/tasks/chat.py", shown_in("docs/forking.md", r"train/tasks/chat\.py"))
+    fork.write("my_chats.py", shown_in("docs/forking.md", r"my_chats\.py"))
+    chats = [[{"role": role, "content": content} for role, content in chat] for chat in CHATS] * 4
+    fork.write("chats.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    chat_tokenizer(fork.folder / "chat", template)
+    fork.write("examples.py", EXAMPLES)
+    done = script(("examples.py",), 1, {**os.environ, "PYTHONPATH": str(fork.folder)}, fork.folder, alone=True)
+    learned = learned | {"<|system|>be short<|end|><|user|>four?<|end|><|assistant|>[hm!4<|end|>]"}
+    assert done.returncode == 0, done.stderr
+    assert {line for line in done.stdout.splitlines() if line.startswith("<|")} == learned
+    flags = ("--task", "chat", "--dataset", "my_chats:documents", "--model_config", TINY, "--max_length", 80)
+    _, summary = fork.trains(*flags, "--tokenizer", "chat", "--packing", *QUICK)
+    assert summary["result"]["validation"]["loss"] == pytest.approx(math.log(260), abs=0.2)
+    assert load_chat_template(fork.output / "final") == template
+
+
+EXAMPLES = """
+import my_chats
+from train.config import Config
+from train.tasks import chat, load_tokenizer
+
+task, tokenizer = chat.Task(Config()), load_tokenizer("chat")
+for row in my_chats.documents(None):
+    for example in task.cut(row["text"], [], None, tokenizer):
+        inputs, labels = task.inputs_and_labels(example, ())
+        text, before = tokenizer.decode(inputs[:1]), False
+        for token, label in zip([*inputs[1:], labels[-1]], labels, strict=True):
+            assert label in (-100, token)
+            text += "[" * (label >= 0 and not before) + "]" * (label < 0 and before) + tokenizer.decode(token)
+            before = bool(label >= 0)
+        print(text + "]" * before)
+"""
+
+
+def load_chat_template(folder: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder).chat_template
 
 
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:

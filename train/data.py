@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
@@ -43,7 +44,10 @@ class PreparedData:
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // sharing)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
-        return load(examples, loading, [parts[run.launch.rank // sharing] for parts in rounds], (0, 0))
+        mine, bar = [parts[run.launch.rank // sharing] for parts in rounds], run.outputs.bar
+        shape: Any = {name: getattr(bar, name, None) for name in ("ncols", "nrows", "dynamic_ncols")}
+        shown = tqdm(mine, "evaluating", delay=5, position=0, leave=False, disable=not run.outputs.is_main, **shape)
+        return load(examples, loading, shown, (0, 0))
 
 
 def prepare_data(run: Run) -> PreparedData:
@@ -82,8 +86,9 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
     """What the function that ``spec`` names returns; it gets the configuration if it needs an argument."""
     function = load_function(spec, flag)
     first = next(iter(inspect.signature(function).parameters.values()), None)
-    needs = first is not None and (first.name == "config" or (first.default is first.empty and first.kind < 2))  # not *
-    return function(config) if needs else function()
+    if first is not None and first.name == "config":
+        return function(config=config)
+    return function(config) if first is not None and first.default is first.empty and first.kind < 2 else function()
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:

@@ -163,10 +163,9 @@ if __name__ == "__main__":
     for stream in sys.stdout, sys.stderr:  # where Windows writes to a file, it may lack a character of a model's text
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.
         atexit._run_exitfuncs()
+        sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -32,13 +32,11 @@ def adam_settings(optim: Optimization) -> dict[str, Any]:
 
 def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, Any]]:
     """The trained parameters of ``model``, and their weight decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = []
-    for sharded in (False, True):  # no kernel takes DTensors and plain tensors together
-        alike = [p for p in trained if isinstance(p, DTensor) == sharded]
-        groups.append({"params": [p for p in alike if p.ndim >= 2], "weight_decay": config.weight_decay})
-        groups.append({"params": [p for p in alike if p.ndim < 2], "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in (p for p in model.parameters() if p.requires_grad):  # no kernel takes DTensors and plain tensors together
+        groups.setdefault((isinstance(p, DTensor), p.ndim < 2), []).append(p)
+    decay = (config.weight_decay, 0.0)
+    return [{"params": groups[key], "weight_decay": decay[key[1]]} for key in sorted(groups)]
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

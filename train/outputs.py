@@ -227,9 +227,10 @@ class Outputs:
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
-        """The ``summary.json`` of an earlier process; empty where there is none, or it is damaged."""
+        """The ``summary.json`` of an earlier process; empty where that is missing, damaged or of no concern."""
         try:
-            return dict(json.loads((self.folder / "summary.json").read_text(encoding="utf-8")))
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            return dict(summary) if self.config.output.resume != "never" else {}
         except checkpoint.UNREADABLE:
             return {}
 

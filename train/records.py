@@ -65,7 +65,7 @@ class StopAtOnce(BaseException):  # not an Exception: libraries that it passes t
     """Someone asked this process to stop in the middle of something that is not kept."""
 
 
-def one_line(error: BaseException, limit: int = 500) -> str:
+def one_line(error: object, limit: int = 500) -> str:
     """What ``error`` says, for the middle of a message."""
     return " ".join(str(error).split())[:limit]
 

@@ -56,11 +56,11 @@ class Engine:
     def clip(self, model: nn.Module) -> float:
         """The norm of the whole gradient before it is clipped: the one moment at which a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
-        bound, order = math.inf if optim.max_grad_norm is None else optim.max_grad_norm, float(optim.grad_norm_type)
+        bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would make NaN of a norm of inf
         if self._clipped[0] is not model:  # looked up once: in a short step that shows
             self._clipped = model, list(model.parameters())
         parameters = self._clipped[1]
-        norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=order)  # pyright: ignore
+        norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=float(optim.grad_norm_type))  # pyright: ignore
         if optim.max_grad_value is not None:
             # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
             nn.utils.clip_grad_value_(parameters, optim.max_grad_value)
@@ -98,29 +98,24 @@ def optimizer_step(
     # A step accumulates over the micro-batches that it has: the last one of an epoch may have fewer.
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
     scale, loss_sum = engine.loss_factor / totals[0], torch.zeros((), device=accelerator.device)
-    norm, skipped, counts = math.nan, True, [0, 0, 0, 0]
     for micro_batch in micro_batches:
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
-        with accelerator.accumulate(model):
-            with engine.share(micro_batch) as part:
-                mark("forward")
-                part = part.to(accelerator.device)
-                loss = model(part.inputs, part.labels, num_targets=part.num_targets)
-                mark("backward")
-                engine.backward(loss, scale + 0 * loss.detach())  # + 0, or NaN where it is not finite
-            # Nothing of the graph is held while the gradient is clipped and used.
-            loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
-            del loss, part
-            if accelerator.sync_gradients:
-                mark("clip")
-                norm = engine.clip(model)
-                counts = read_counts(totals)  # an empty global batch ends here, before any weight changes
-                mark("optimizer")
-                norm, skipped = engine.update(optimizer, norm)
-            # Does nothing before the last micro-batch.
-            optimizer.zero_grad()
+        with accelerator.accumulate(model), engine.share(micro_batch) as part:
+            mark("forward")
+            part = part.to(accelerator.device)
+            loss = model(part.inputs, part.labels, num_targets=part.num_targets)
+            mark("backward")
+            engine.backward(loss, scale + 0 * loss.detach())  # + 0, or NaN where it is not finite
+        # Nothing of the graph is held while the gradient is clipped and used.
+        loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
+        del loss, part
+    mark("clip")
+    norm = engine.clip(model)
+    targets, tokens, positions, stops = read_counts(totals)  # an empty batch ends here, before any weight changes
+    mark("optimizer")
+    norm, skipped = engine.update(optimizer, norm)
+    optimizer.zero_grad()
     clipped = not skipped and norm > (engine.config.optimization.max_grad_norm or math.inf)
-    targets, tokens, positions, stops = counts
     return StepOutcome(loss_sum, targets, tokens, positions, norm, clipped, skipped, stops > 0)
 
 

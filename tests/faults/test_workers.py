@@ -166,6 +166,25 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     until(lambda: not members(group), 20)
 
 
+def test_workers_end_that_start_after_their_run_is_killed(tmp_path: Path) -> None:
+    """They would not know who their parent was, and wait for ever for what to load."""
+    fault = several(in_a_group(), at_call(WORKER_BEGINS, lag))
+    with started(arguments(tmp_path, tmp_path / "run", 2), tmp_path / "logs", fault=fault) as job:
+        group = job.processes[0].pid
+        assert group is not None
+        job.wait_until(lambda: (tmp_path / "run").is_dir() and len(members(group)) > 2)
+        job.signal(signal.SIGKILL)
+        assert job.end()[0].status == KILLED
+    until(lambda: not members(group), 20)
+
+
+WORKER_BEGINS = "torch.utils.data._utils.worker:_worker_loop"
+
+
+def lag() -> None:
+    time.sleep(2)
+
+
 def members(group: int) -> list[int]:
     """The processes of a group that have not ended."""
     found = []

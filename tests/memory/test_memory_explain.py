@@ -12,8 +12,8 @@ import torch
 
 from train.config import parse
 from train.extras.host_memory import is_out_of_memory
+from train.extras.oom import OutOfMemory, parse_oom
 from train.memory.explain import Situation, explain, post_mortem
-from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
 MIB, GIB = 2**20, 2**30
@@ -460,7 +460,8 @@ def test_a_model_that_fills_the_card_by_itself_is_not_told_to_change_its_loss() 
     assert "fill the card before any example is there" in " ".join(text.split())
     assert "First: --dtype bfloat16" in text and "--optimizer_offload True" in text
     assert "--loss" not in text and "--micro_batch_size" not in text
-    assert "First: " not in post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, None, CHANGES))
+    measured = post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, None, CHANGES))
+    assert "First: " not in measured and "What fills it as measured, 1.00 GiB in all" in measured
     for function in ("convert", "_init_group"):
         trace = f'  File "torch/nn/modules/module.py", line 1369, in {function}\n    return t.to(\n{card}'
         typed = explain(trace).partition("What to do")[2]

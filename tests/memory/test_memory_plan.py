@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.config import Config, parse
+from train.config import Config, parse, to_values
 from train.memory.advice import command, launcher_words
 from train.memory.devices import Device
 from train.memory.grid import Grid, draw, grid_text, make_grid
@@ -337,6 +337,19 @@ def test_longest_length(total_gib: float) -> None:
     expected = int((total_gib * GIB * (1 - MARGIN) - 2 * GIB) / 21e3) // 1024 * 1024
     assert length == expected
     assert len(predictions.known) <= 9
+
+
+def test_longest_length_may_be_on_the_host_where_nothing_can_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra activations."""
+    kept = {name: value for name, value in to_values(question().config).items() if "checkpointing" not in name}
+    asked, predictions = question(), Predictions(Synthetic())
+    monkeypatch.setattr("train.memory.question.to_values", lambda config: kept)
+    stages = asked.stages
+    monkeypatch.undo()
+    monkeypatch.setattr(Question, "stages", stages)
+    for total_gib, sharding in ((80, "none"), (1, OFFLOAD)):
+        length, setting = longest_length(question(total_gib), predictions)
+        assert length > 0 and setting.sharding == sharding
 
 
 def test_longest_length_ends_at_the_tokens_of_a_micro_batch() -> None:

@@ -31,8 +31,10 @@ from train.extras.meter.tracker import (
     tag_gradients,
     tag_held,
 )
+from train.memory.devices import find_device
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
+from train.memory.question import target_of
 from train.memory.trial import build, run_of
 from train.records import UserError
 from train.step import Engine, Mark
@@ -289,6 +291,14 @@ def test_time_and_operations_are_those_of_a_step_without_the_evaluation(predicto
     assert "evaluation" in evaluating.peak_bytes_by_phase and "evaluation" not in alone.peak_bytes_by_phase
     assert alone.flops and alone.seconds
     assert (evaluating.flops, evaluating.seconds) == (alone.flops, pytest.approx(alone.seconds, rel=1e-9))
+
+
+def test_fp32_products_are_timed_in_tf32_where_that_is_on(predictor: Predictors) -> None:
+    a100 = target_of(find_device("a100-80"))
+    assert a100.flops_per_second["tf32"] == 8 * a100.flops_per_second["no"]
+    shape = {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192}
+    fast, slow = (predictor.predict(job(shape, a100, length=1024, tf32=on)).seconds for on in (True, False))
+    assert fast and slow and 4 * fast < slow
 
 
 def test_what_a_card_would_do_depends_on_the_card(predictor: Predictors) -> None:

@@ -21,3 +21,12 @@ def precision_in_use(accelerator: Any) -> str:
 
     is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
     return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision
+
+
+def product_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """In which autocast, or else no autocast, would multiply ``tensor``."""
+    import torch
+
+    kind = tensor.device.type
+    cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else tensor.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,26 +14,15 @@ import psutil  # comes with accelerate
 import torch
 from torch import Tensor
 
+from train.extras.oom import parse_oom
 from train.figures import gib
-
-_OUT_OF_MEMORY = re.compile(
-    # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
-    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))"
-    r"|would exceed allowed memory|invalid buffer size:"
-    r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
-    # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
-    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc"
-    # cuDNN 9; and cuBLAS, for which there was no room to begin with
-    r"|STATUS_\w*ALLOCATION_FAILED|STATUS_NOT_INITIALIZED when calling .?cublasCreate",
-    re.IGNORECASE,
-)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory was full: the device's or the machine's."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and parse_oom(str(error)) is not None
 
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:

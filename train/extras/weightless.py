@@ -52,4 +52,8 @@ def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | N
         twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
         if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
             twins[id(tensor)].quant_state = twins[id(scales)] = scales
-    return copy.deepcopy(model, twins)
+    twin: Any = copy.deepcopy(model, twins)
+    if hasattr(twin, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
+        twin.set_attn_implementation("eager")
+        twin.set_experts_implementation("batched_mm")
+    return twin

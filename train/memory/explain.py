@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from train.extras.oom import OutOfMemory, parse_oom, squeezed
 from train.figures import gib
 from train.memory import ladder
-from train.memory.oom import OutOfMemory, parse_oom, squeezed
 from train.records import UsageError
 
 _WIDTH = 100
@@ -182,7 +182,7 @@ def post_mortem(message: str, situation: Situation) -> str:
     oom, shape = parse_oom(message), situation.micro_batch_shape
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
     where = f"in {situation.phase}" if situation.phase else "outside a step"
-    lines = [f"Out of memory {where}{batch}.", *_kinds(situation.bytes_by_kind)]
+    lines = [f"Out of memory {where}{batch}.", *_kinds(situation)]
     if oom is not None:
         held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
         weights_fill = held >= oom.available_bytes > 0
@@ -212,10 +212,10 @@ def _figures(oom: OutOfMemory) -> list[str]:
     return [f"{gib(size):>12}  {meaning}" for size, meaning in rows]
 
 
-def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
-    rows = sorted(((size, kind) for kind, size in bytes_by_kind.items() if size > 0), reverse=True)
-    whole = sum(size for size, _ in rows)
-    lines = [f"What fills it by prediction, {gib(whole)} in all:"] if rows else []
+def _kinds(situation: Situation) -> list[str]:
+    rows = sorted(((size, kind) for kind, size in situation.bytes_by_kind.items() if size > 0), reverse=True)
+    whole, is_measured = sum(size for size, _ in rows), situation.predicted_peak_bytes is None
+    lines = [f"What fills it {'as measured' if is_measured else 'by prediction'}, {gib(whole)} in all:"] if rows else []
     return lines + [f"{gib(size):>12}  {size / whole:>6.1%}  {kind}" for size, kind in rows]
 
 

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map, tree_map_only
 
 from train.extras import host_memory
-from train.extras.meter.tracker import StorageTracker, storage_of
-from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes, tensors_in
+from train.extras.meter.tracker import StorageTracker, storage_of, tensors_in
+from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
@@ -59,7 +59,8 @@ class FakeTracker(StorageTracker):
             result._is_rare = True
         if self.paused:
             return result
-        self.see_all(result)
+        for tensor in tensors_in(result):
+            self.see(tensor)
         sizes = [rounded_up(size, self.granule_bytes) for size in temporary_bytes(func, args, result)]
         if self.trace is not None:  # below zero: no storage has such a key
             self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.amp.autocast_mode import _cast
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.hardware import cpu_has_fast_bf16
 from train.extras.meter.flops import attended
+from train.extras.meter.tracker import tensors_in
 from train.memory.predict import Target
 
 
@@ -245,11 +245,6 @@ def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[
 
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Those in nested tuples, lists and dictionaries."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:

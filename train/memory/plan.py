@@ -61,9 +61,8 @@ class Outcome:
     @property
     def seconds_per_token(self) -> float:
         """Of forward and backward on one rank, estimated. The update takes every setting as long, and is left out."""
-        if self.prediction.seconds is None:
-            return 0.0
-        return (self.prediction.seconds + self.link_seconds) / (self.job.micro_batch_size * self.job.length)
+        seconds = (self.prediction.seconds or 0.0) + self.link_seconds
+        return seconds / (self.job.micro_batch_size * self.job.length)
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:

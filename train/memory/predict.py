@@ -97,7 +97,7 @@ class Predictor(AbstractContextManager["Predictor"]):
     def __init__(self) -> None:
         self._process: Any = None
         self._hides_cards = True  # a process that only plans should not take a card's memory
-        self._asked: list[Job] = []
+        self._asked: Any = None
 
     def close(self, *exception: Any) -> None:
         """Ends the process."""
@@ -105,7 +105,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             self._process.kill()
             self._process.communicate()
             self._errors.close()
-        self._process, self._asked = None, []
+        self._process = None
 
     __exit__ = close
 
@@ -125,14 +125,13 @@ class Predictor(AbstractContextManager["Predictor"]):
 
     def ask(self, job: Job) -> None:
         """Submits a job without waiting for the answer."""
-        process = self.start()
-        self._asked.append(job)
+        process, self._asked = self.start(), job
         with suppress(BrokenPipeError):  # it has died: the answer will say why
             pickle.dump(job, process.stdin)
             process.stdin.flush()
 
     def answer(self) -> Prediction:
-        """The answer to the oldest job without one; raises UserError if it cannot work, or its process died."""
+        """The answer to the job that was asked last; raises UserError if it cannot work, or its process died."""
         process = self.start()
         try:
             answer = pickle.load(process.stdout)
@@ -146,13 +145,9 @@ class Predictor(AbstractContextManager["Predictor"]):
                 "model or setting cannot be predicted here; a run still measures it."
             ) from None
         if isinstance(answer, CannotStandInError) and self._hides_cards:
-            waiting = self._asked
             self.close()
             self._hides_cards = False
-            for job in waiting:
-                self.ask(job)
-            return self.answer()
-        self._asked.pop(0)
+            return self.predict(self._asked)
         if isinstance(answer, UserError):
             raise answer
         return answer

@@ -22,7 +22,7 @@ MARGIN = 0.02  # share of the device left free: for the display, other processes
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 CHECKPOINTING = (Recompute(), Recompute("selective", 2), Recompute("selective"), Recompute("full"))  # on any device
-PRECISIONS = ("no", "fp16", "bf16")
+PRECISIONS = ("no", "tf32", "fp16", "bf16")
 
 
 def target_of(device: Device) -> Target:
@@ -212,7 +212,7 @@ class Question:
     @property
     def stages(self) -> list[tuple[tuple[Recompute, ...], tuple[str, ...]]]:
         """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
-        ways, resorts = (Recompute(),), ()  # without the extra activations there is but one
+        ways = resorts = (Recompute(),)  # without the extra activations there is but one
         if "gradient_checkpointing" in to_values(self.config):
             last_ones = [w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp]
             ways, resorts = CHECKPOINTING, tuple(last_ones)

@@ -40,8 +40,6 @@ def join(world_size: int, device_type: str, precision: str, offloads: bool) -> N
     settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     _environment.enter_context(patch.dict(os.environ, settings))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    if device_type == "cuda" and not torch.cuda.is_initialized():
-        still_streams()
     mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real
     _fully_shard._init_default_mesh = lambda: mesh
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -21,12 +19,12 @@ from train.data import PreparedData
 from train.evaluation import reshard, score
 from train.extras.host_memory import free_host_bytes
 from train.extras.longest import longest_of
+from train.extras.oom import parse_oom
 from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
-from train.memory.oom import parse_oom
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
@@ -201,10 +199,8 @@ def sharding_of(run: Run) -> str:
     """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
     if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
         return OFFLOAD if run.launch.offloads and run.accelerator.device.type != "cpu" else "fsdp2"
-    if run.launch.world_size == 1:
-        return "none"
-    plugin = run.accelerator.state.deepspeed_plugin if run.launch.engine == "deepspeed" else None
-    return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
+    stage = getattr(run.accelerator.state.deepspeed_plugin, "zero_stage", 0)
+    return {2: "zero2", 3: "zero3"}.get(stage) or ("ddp" if run.launch.world_size > 1 else "none")
 
 
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
@@ -243,7 +239,7 @@ def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptim
 
 @contextmanager
 def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    scaler, device = run.accelerator.scaler, run.accelerator.device
+    scaler = run.accelerator.scaler
     with ExitStack() as afterwards:
         for buffer in model.buffers():
             afterwards.callback(buffer.detach().copy_, buffer.clone())
@@ -253,8 +249,4 @@ def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimize
             afterwards.callback(scaler.load_state_dict, scaler.state_dict())
         afterwards.callback(optimizer.optimizer.zero_grad, set_to_none=True)
         afterwards.callback(lambda: optimizer.optimizer.state.clear())
-        afterwards.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
-        afterwards.callback(random.setstate, random.getstate())
-        cards = [] if device.type == "cpu" else [device]
-        afterwards.enter_context(torch.random.fork_rng(cards, device_type=device.type))
         yield

@@ -48,10 +48,10 @@ def predict(job: Job) -> Prediction:
     config, notes = _known(job)
     if job.target.device_type != "cpu":
         fake_cuda.install(job.target.device_type, job.target.capability)
-        if config.get("gradient_checkpointing_offload") and not torch.cuda.is_initialized():
+        if job.target.device_type == "cuda" and not torch.cuda.is_initialized():
             ranks.still_streams()
-    run, rates = run_of(job, config), job.target.flops_per_second
-    known = {getattr(torch, HALF.get(precision, "float32")): rate for precision, rate in rates.items()}
+    run, rates = run_of(job, config), job.target.flops_per_second.items()
+    known = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
     costs = Costs(known, job.target.bytes_per_second) if known and job.target.bytes_per_second else None
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())

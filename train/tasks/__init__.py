@@ -190,8 +190,6 @@ class Task:
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows of different lengths as one (B, S) tensor, filled up at the end."""
-    if len(rows) == 1:
-        return rows[0][None]
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 

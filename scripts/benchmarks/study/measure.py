@@ -56,7 +56,7 @@ class Processes(harness.Processes):
 def measure_or_explain(task: Task) -> dict[str, Any]:
     """:func:`measure`, or the status and reason of its failure."""
     from train.extras.host_memory import is_out_of_memory
-    from train.memory.oom import parse_oom
+    from train.extras.oom import parse_oom
 
     try:
         return measure(task)

@@ -318,7 +318,7 @@ def reached(outcome: Outcome, target_loss: float) -> tuple[float, float] | None:
 
 def kind_of(errors: str) -> str:
     """What ended a run, by what it said."""
-    from train.memory.oom import parse_oom
+    from train.extras.oom import parse_oom
 
     if "out of memory" in errors.lower() or parse_oom(errors) is not None:
         return OUT_OF_MEMORY

@@ -79,8 +79,9 @@ def test_field_under_its_other_name_counts_as_given() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "lama"}, "model_config: lama"),
-        ({"hiden_size": 32}, "model_config: llama has no field hiden_size"),
+        ({"model_type": "lama"}, r"transformers has no model_type lama\. Did you mean llama\?$"),
+        ({"model_type": "xxxxxx"}, r"transformers has no model_type xxxxxx\.$"),
+        ({"hiden_size": 32}, r"llama has no field hiden_size\. Did you mean hidden_size\?$"),
         ({"hidden_size": "wide"}, "model_config: llama: .*hidden_size"),
         ({"num_attention_heads": 3}, "llama.*attention heads"),
         ({"hidden_act": "rellu"}, "llama.* cannot be built: .*rellu"),

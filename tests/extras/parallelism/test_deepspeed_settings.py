@@ -13,6 +13,7 @@ from unittest.mock import patch
 import datasets
 import pytest
 import torch
+from support import run_for
 
 from train.batching import Loading
 from train.config import Architecture, Config, Data, Optimization
@@ -112,11 +113,11 @@ def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, con
 
 def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[list[list[int]]] = []
-    monkeypatch.setattr("train.data.load", lambda examples, loading, id_lists, seed: parts.append(id_lists))
+    monkeypatch.setattr("train.data.load", lambda examples, loading, id_lists, seed: parts.append(list(id_lists)))
     data: Any = PreparedData(*[None] * 4, loading=Loading(print))  # pyright: ignore
     rows = datasets.Dataset.from_dict({"length": [9, 8, 7, 6]})
     for launch in (replace(SEQUENCES, world_size=4, rank=3), replace(TWO, tp_size=2, rank=1)):
-        data.evaluation_batches(SimpleNamespace(config=Config(), launch=launch), rows)
+        data.evaluation_batches(run_for(Config(), launch=launch), rows)
     assert parts == [[[3]], [[0], [1], [2], [3]]]
     assert replace(SEQUENCES, world_size=4, rank=3).dp_rank == 1
 

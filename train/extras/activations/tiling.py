@@ -8,13 +8,13 @@ keeps copies of the hidden states in fp32, and makes more of them in backward: a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.weightless import obstacle_on_trial
@@ -125,7 +125,8 @@ class _Tiles(torch.autograd.Function):
         kind = hidden.device.type
         now = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast = partial(torch.autocast, kind, **now)  # for backward, which runs outside it
-        ctx.random_states = _random_states(hidden.device)
+        has_own = kind not in ("cpu", "meta") and torch.get_device_module(kind).is_initialized()  # a fake draws nothing
+        ctx.random_states = torch.get_rng_state(), *(get_device_states(hidden) if has_own else ([], []))
         return _in_tiles(part, hidden, size)
 
     @staticmethod
@@ -136,7 +137,10 @@ class _Tiles(torch.autograd.Function):
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
         weights = ctx.part.trained()
         sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-        with _drawing_again(ctx.random_states, hidden.device):
+        (of_host, devices, states), kind = ctx.random_states, hidden.device.type
+        with torch.random.fork_rng(devices, device_type=kind):  # inside it, what is drawn is what forward drew
+            torch.set_rng_state(of_host)
+            set_device_states(devices, states, device_type=kind)
             for rows in tiles(len(tokens), ctx.size):
                 with torch.enable_grad(), ctx.autocast():
                     tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
@@ -171,21 +175,3 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
     """Rows of each tile: at most ``size``, as equal as can be."""
     even = -(-tokens // -(-tokens // size))
     return (slice(start, min(start + even, tokens)) for start in range(0, tokens, even))
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the host and of ``device``."""
-    states = [torch.get_rng_state()]
-    if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_initialized():
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-@contextmanager
-def _drawing_again(states: list[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside it, what is drawn is what was drawn from ``states``; afterwards the random state is as before."""
-    with torch.random.fork_rng([device] * (len(states) - 1), device_type=device.type):
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.get_device_module(device).set_rng_state(states[1], device)
-        yield

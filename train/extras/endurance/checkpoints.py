@@ -173,7 +173,7 @@ def copied(blocks: Blocks, buffer: Tensor) -> dict[str, dict[str, Block]]:
         tensor = block.tensor
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
-        copies[section][name] = replace(block, tensor=host.copy_(tensor, non_blocking=True))
+        copies[section][name] = replace(block, tensor=host.copy_(tensor, non_blocking=tensor.is_cuda))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copies

@@ -20,9 +20,7 @@ MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapsho
 class DurableOutputs(Outputs):
     """Moves aside what others would overwrite, keeps rows that the disk does not take, and digests ``final/``."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
+    _unwritten: tuple[str, ...] = ()  # rows of metrics.jsonl that the disk did not take yet
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
@@ -51,7 +49,7 @@ class DurableOutputs(Outputs):
         size = self.metrics.stat().st_size if self.metrics.exists() else 0
         try:
             super().write_rows(*self._unwritten)
-            self._unwritten = []
+            self._unwritten = ()
         except UserError as error:
             with suppress(OSError), self.metrics.open("r+b") as file:
                 file.truncate(size)  # the disk may have taken some of them
@@ -67,15 +65,15 @@ class DurableOutputs(Outputs):
         files = {}
         if self.is_main:
             super().write_rows(*self._unwritten)
-            self._unwritten = []
+            self._unwritten = ()
             paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
             files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
         super().finish({**summary, "final_files": files})
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
-        """Empty also where ``final/`` is not as the summary says, or the run starts from scratch."""
-        summary = super().earlier_summary if self.config.output.resume != "never" else {}
+        """Empty also where ``final/`` is not as the summary says."""
+        summary = super().earlier_summary
         try:
             for name, expected in summary.get("final_files", {}).items():
                 if not (self.final / name).is_file() or checkpoint.digest(self.final / name) != expected:

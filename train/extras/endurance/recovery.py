@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.host_memory import is_out_of_memory
-from train.records import IGNORE, MicroBatch, StepError, StepOutcome
+from train.records import IGNORE, MicroBatch, StepError, StepOutcome, one_line
 from train.step import Counts, Engine, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
@@ -46,8 +46,7 @@ class OutOfMemoryError(StepError):
         advice = "Resume from the last checkpoint, with optimizer_offload or less optimizer state (adamw_8bit)"
         if self.weights_intact:
             advice = "It cannot be split. Try gradient_checkpointing, a smaller max_length or a smaller model"
-        words = " ".join(fault.error.split())[:500]
-        super().__init__(f"out of memory in {fault.where}. {advice}. The error was: {words}")
+        super().__init__(f"out of memory in {fault.where}. {advice}. The error was: {one_line(fault.error)}")
 
 
 def can_recover(accelerator: Accelerator) -> bool:
@@ -97,7 +96,9 @@ class Recovering(Engine):
         network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         if network is not self._network:  # looked through once: short steps would notice
             self._network, self._shared = network, [p for p in network.parameters() if p.requires_grad]
-            self._owners = buffer_owners(network)
+            # Of the buffers that a checkpoint holds, such as BatchNorm's averages; others are constants.
+            named = ((m, n, b) for m in network.modules() for n, b in m._buffers.items() if b is not None)
+            self._owners: list[Any] = [(m, n) for m, n, _ in named if n not in m._non_persistent_buffers_set]
         buffers = [module._buffers[name] for module, name in self._owners]
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in buffers:
@@ -215,12 +216,6 @@ class Recovering(Engine):
     def _recovered(self, fault: Fault, remedy: str) -> None:
         self.recoveries += 1
         self._say(f"out of memory in {fault.where}: {remedy}")
-
-
-def buffer_owners(network: nn.Module) -> list[tuple[Any, str]]:
-    """Module and name of the buffers that a checkpoint holds, such as BatchNorm's averages; others are constants."""
-    owned = ((module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items())
-    return [(m, n) for m, n, buffer in owned if buffer is not None and n not in m._non_persistent_buffers_set]
 
 
 def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:

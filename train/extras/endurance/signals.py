@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
@@ -33,6 +34,11 @@ class Signals:
         if not self._stop:
             self._stop.append(signal.Signals(number).name)
             self._since = time.monotonic()
+            if not self._is_at_once and os.environ.get("RANK", "0") == "0":  # a long step may come first
+                again = "; a second interrupt ends it at once" if number == signal.SIGINT else ""
+                os.write(
+                    2, f"\n{self._stop[0]}: the run stops at the next safe point, with a checkpoint{again}\n".encode()
+                )
         elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
         if self._is_at_once:
@@ -69,7 +75,8 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
     Where they die before they have delivered anything, this process loads the rest itself.
     """
     (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
-    batches = _start(loader(sampler=ahead, worker_init_fn=_obey_parent, multiprocessing_context="fork"))
+    obey_this = partial(_obey_parent, os.getpid())
+    batches = _start(loader(sampler=ahead, worker_init_fn=obey_this, multiprocessing_context="fork"))
     try:
         for batch in batches:
             next(rest)
@@ -102,13 +109,16 @@ def _start(loader: Any) -> Any:
     return batches
 
 
-def _obey_parent(worker: int) -> None:
-    """Ends this process, a fork, if its parent, and nobody else, sends SIGTERM: so Python ends one that lingers."""
-    parent = os.getppid()
+def _obey_parent(parent: int, worker: int) -> None:
+    """Ends this process, a fork, if ``parent``, and nobody else, sends SIGTERM, as Python ends one that lingers.
+
+    Also when its parent is gone: torch compares with who that was later, when a killed run may have left it an orphan.
+    """
 
     def listen() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
+        while os.getppid() == parent:
+            if (heard := signal.sigtimedwait({signal.SIGTERM}, 5.0)) and heard.si_pid == parent:
+                break
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from train.extras.device import product_dtype
 from train.extras.long_sequences.documents import Documents
 from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
 from train.records import UsageError, one_line
@@ -105,7 +106,7 @@ def _kernels_share_heads(query: Tensor) -> bool:
         return True
     capability = torch.cuda.get_device_capability(query.device)
     limit = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192  # elsewhere flash has no backward for wider ones
-    is_half = _product_dtype(query) in (torch.float16, torch.bfloat16)
+    is_half = product_dtype(query) in (torch.float16, torch.bfloat16)
     return is_half and capability >= (8, 0) and query.shape[-1] <= limit
 
 
@@ -156,16 +157,9 @@ def _suits_flash(query: Tensor, value: Tensor) -> bool:
     return on_card and _kernels_share_heads(query) and head_size % 8 == 0 and value.shape[-1] == head_size
 
 
-def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """In which autocast, or else no autocast, would multiply ``tensor``; the kernel itself knows of none."""
-    device = tensor.device.type
-    cast = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if cast else tensor.dtype
-
-
 def _attend_at_once(tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]) -> Tensor:
     """(B, S, H, D) by one kernel, the rows laid end to end."""
-    cuts, longest, dtype = documents.boundaries, documents.longest, _product_dtype(tensors[0])
+    cuts, longest, dtype = documents.boundaries, documents.longest, product_dtype(tensors[0])
     query, key, value = (tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in tensors)
     reach = -1 if window is None else window - 1
     options = {"scale": how["scaling"], "window_size": (reach, 0 if how["is_causal"] else reach)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.config import Config
+from train.extras.device import product_dtype
 from train.extras.losses import Options
 from train.model import ModelWithLoss
 from train.records import IGNORE, UserError
@@ -217,13 +218,6 @@ def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iter
     """Logits (C, V) of ``hidden`` (N, H), some rows at a time."""
     for rows in rows_by_chunk(len(hidden), len(weight)):
         yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
-
-
-def product_dtype(hidden: Tensor) -> torch.dtype:
-    """In which autocast, or else no autocast, would multiply ``hidden``."""
-    device = hidden.device.type
-    cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if cast else hidden.dtype
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.extras.losses.chunked import PLAIN, Objective, product_dtype, rows_to_compute, to_dtype
+from train.extras.device import product_dtype
+from train.extras.losses.chunked import PLAIN, Objective, rows_to_compute, to_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

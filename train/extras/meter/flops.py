@@ -134,9 +134,6 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
         if packed is not None:  # a layer in 4 bits counts as a linear one
             module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape, device="meta"), False)
-    if hasattr(twin, "set_attn_implementation"):  # of transformers: products that torch has formulas for
-        twin.set_attn_implementation("eager")
-        twin.set_experts_implementation("batched_mm")
     part = twin.base_model if is_body else twin
     both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []

@@ -47,9 +47,7 @@ class Measured:
     num_ooms: int = 0
 
     def merged(self, other: Measured) -> Measured:
-        """The larger of each figure; counts are added, but a step that is said to be like one before has none."""
-        if self is NOTHING or self is other:
-            return other
+        """The larger of each figure; counts are added."""
         own, others = self.peak_bytes_by_phase, other.peak_bytes_by_phase
         return Measured(
             max(self.peak_allocated_bytes, other.peak_allocated_bytes),

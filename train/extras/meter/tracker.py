@@ -178,15 +178,15 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.see_all(result)
+        for tensor in tensors_in(result):
+            self.see(tensor)
         self.observe(func)
         return result
 
-    def see_all(self, result: Any) -> None:
-        """Counts every tensor of an operator's result."""
-        for part in tree_leaves(result):
-            if isinstance(part, Tensor):
-                self.see(part)
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +35,17 @@ class Extra(extras.Extra):
 def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:
     """transformers' configuration with ``fields``, and those that follow from the other arguments."""
     import torch
-    from transformers import AutoConfig, AutoModel
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
     from train.extras.positions import LIMIT, skipped_positions
 
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"model_config: transformers has no model_type {model_type}.{meant(model_type, CONFIG_MAPPING)}"
+        )
     known = AutoConfig.for_model(model_type)
-    if unknown := fields.keys() - read_fields(known, task):
-        raise UserError(f"model_config: {model_type} has no field {', '.join(sorted(unknown))}.")
+    if unknown := sorted(fields.keys() - (read := read_fields(known, task))):
+        raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.{meant(unknown[0], read)}")
     # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
@@ -56,6 +62,11 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
             kind: Any = AutoModel._model_mapping[type(config)]
             config.max_position_embeddings += skipped_positions(kind(config))
     return config
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The name that is most like one that is not ``known``, as a question."""
+    return "".join(f" Did you mean {close}?" for close in get_close_matches(name, known, n=1))
 
 
 def read_fields(known: Any, task: type[Task]) -> set[str]:

@@ -56,16 +56,13 @@ class Extra(extras.Extra):
         """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
         if launch.engine != "deepspeed":
             return {}
-        from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+        from accelerate.utils import ParallelismConfig
 
         from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
 
         options: dict[str, Any] = {"deepspeed_plugin": deepspeed_plugin(config, launch)}
         if launch.sp_size > 1:
-            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True)
-            options["parallelism_config"] = ParallelismConfig(
-                sp_size=launch.sp_size, sp_backend="deepspeed", sp_handler=handler, dp_replicate_size=launch.dp_size
-            )
+            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=launch.dp_size)
         return options
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option, to_values
-from train.figures import without_secrets, write_whole
+from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
 from train.records import Run, UsageError, UserError
 
@@ -90,7 +90,7 @@ class Extra(extras.Extra):
             return
         from train.extras.report.machine import hardware, versions
         from train.extras.report.model_card import model_card
-        from train.extras.report.page import write_report
+        from train.extras.report.page import page
 
         # What others have said of it, such as micro-batches that are formed by tokens, stays.
         summary |= {**what_was_run(run, parts), **summary, "hardware": hardware(), "versions": versions()}
@@ -98,7 +98,9 @@ class Extra(extras.Extra):
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
-        outputs.say(f"report: {write_report(run.config, task, summary, sample)}")
+        report = outputs.folder / "report.html"
+        write_whole(report, page(run.config, task, summary, read_metrics(outputs.metrics), sample))
+        outputs.say(f"report: {report}")
         if sample:
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
         if own.push_to_hub:  # last, because what is here already needs no network

@@ -12,7 +12,7 @@ from train.config import Config, dump
 from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.machine import machine_facts, scalars, shown
-from train.figures import count, duration, gib, number, read_metrics, several, without_secrets, write_whole
+from train.figures import count, duration, gib, number, several, without_secrets
 
 if TYPE_CHECKING:
     from train.tasks import Task
@@ -38,13 +38,6 @@ th:first-child, td:first-child, .facts td, .text { text-align: left; }
 """
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
-
-
-def write_report(config: Config, task: type[Task], summary: Mapping[str, Any], sample: str | None = None) -> Path:
-    """Writes ``report.html`` next to ``metrics.jsonl``; raises UserError if it cannot, or the latter is damaged."""
-    folder = Path(config.output.output_dir)
-    write_whole(folder / "report.html", page(config, task, summary, read_metrics(folder / "metrics.jsonl"), sample))
-    return folder / "report.html"
 
 
 def page(
@@ -98,7 +91,6 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
     """What happened, in a sentence or two."""
     machine, used = summary.get("hardware") or {}, summary.get("world_size") or 1
     device = f"{used} × {machine['gpus'][0]['name']}" if machine.get("gpus") else machine.get("cpu")
-    precision = {"no": "fp32"}.get(summary.get("mixed_precision") or "", summary.get("mixed_precision"))
     parts = [
         f"Trained a {task.title or task.name.replace('_', ' ')} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
@@ -108,7 +100,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
         shown(summary, "padding_share", "({:.1%} padding)".format),
         shown(summary, "training_seconds", lambda value: f"in {duration(value)}"),
         device and f"on {device}",
-        precision and f"in {precision}",
+        shown(summary, "mixed_precision", "in {}".format),
     ]
     text = " ".join(filter(None, parts)) + "."
     losses = [row["loss"] for row in evaluations if row["split"] == "validation" and row.get("loss")]

@@ -26,9 +26,10 @@ _HOST = (  # srun: of a step's control group
     r"|srun:\S{0,60}OutOfMemory"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
-    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure))(?i:outofmemory)(?![a-z])|ranoutofmemorytrying"
+    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure)\d*)(?i:outofmemory)(?![a-z])|ranoutofmemorytrying"
     r"|(?i:resource_?exhausted)(?=\S{0,200}(?i:outofmemory|oomwhen|toallocate|toreserve|hbm))"
-    "|(?i:alloc(?:ation)?_failed|cublas_status_not_initialized|(?:tried|unable|failed)to(?:cuda)?[cm]?alloc)"
+    "|(?i:alloc(?:ation)?_failed|(?:tried|unable|failed)to(?:cuda)?[cm]?alloc|out_of_(?:device_)?memory)"
+    "|(?i:status_not_initializedwhencallingcublascreate|wouldexceedallowedmemory|invalidbuffersize:)"
 )
 
 
