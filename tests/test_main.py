@@ -236,6 +236,21 @@ def test_finished_run_is_not_done_again_but_can_be_made_longer_or_started_again(
     assert sorted(trained_losses(output / "previous-1")) == list(range(1, STEPS + 3))
 
 
+def test_finished_run_is_evaluated_on_other_validation_data(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, lasts = tmp_path / "run", list[dict[str, Any]]()
+    for number, name in enumerate(("one", "two", "two")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} " * 9}) + "\n")
+        assert train(recipe, output, "--validation_dataset", tmp_path / f"{name}.jsonl") == EXIT_DONE
+        lasts.append(json.loads((output / "summary.json").read_text()))
+        said = capsys.readouterr().out
+        assert ("nothing to do" in said) == (number == 2)
+        assert sorted(trained_losses(output)) == list(range(1, lasts[0]["steps"] + 1))
+    one, two, again = (last["result"]["validation"] for last in lasts)
+    assert two == again and one["data"] != two["data"] and one["loss"] != two["loss"]
+
+
 def test_damaged_newest_checkpoint_is_skipped_and_named(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

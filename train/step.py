@@ -109,6 +109,7 @@ def optimizer_step(
         # Nothing of the graph is held while the gradient is clipped and used.
         loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
         del loss, part
+    # The gradient is whole now: its norm decides, alike on every rank, whether it may reach the weights.
     mark("clip")
     norm = engine.clip(model)
     targets, tokens, positions, stops = read_counts(totals)  # an empty batch ends here, before any weight changes
