@@ -91,6 +91,15 @@ def test_settings_of_the_optimizer_are_those_of_the_run_that_resumes(tmp_path: P
         assert mine["step"] == 3 and torch.equal(mine["exp_avg"], theirs["exp_avg"])
 
 
+def test_values_of_a_state_are_asked_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of weights that are divided among ranks is made by all of them."""
+    asked: list[bool] = []
+    monkeypatch.setattr(TrainingState, "values", lambda self: asked.append(True) or {})
+    (tmp_path / f"{checkpoint.PARTIAL}step-00000001").mkdir()
+    checkpoint.write(tmp_path, training_state(), Progress(step=1), rank=1)
+    assert asked == [True]
+
+
 def test_scaler_is_restored(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))

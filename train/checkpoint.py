@@ -142,7 +142,8 @@ def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> 
     try:
         together(lambda: make_empty(partial), rank == 0)
         written = together(lambda: write_blocks(partial, state.blocks(rank), rank))
-        together(lambda: complete(partial, final, {"progress": asdict(progress), **state.values()}, written), rank == 0)
+        values = {"progress": asdict(progress), **state.values()}  # of all ranks: some of them may need each other
+        together(lambda: complete(partial, final, values, written), rank == 0)
     except (OSError, UserError) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
