@@ -234,6 +234,33 @@ def test_tasks_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None
         assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2) * (LENGTH + 1) / LENGTH)
 
 
+POSITIONS = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(300, 8), nn.Embedding(16, 8), nn.Linear(8, 300)
+
+    def forward(self, input_ids):
+        return self.head(self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
+
+
+def build():
+    return Model()
+"""
+
+
+def test_a_table_that_is_too_small_is_told_at_the_end_of_the_traceback(fork: Fork) -> None:
+    fork.write("my_data.py", DATA)
+    fork.write("my_model.py", POSITIONS)
+    done = fork.run("--dataset", "my_data:documents", "--model", "my_model:build")
+    assert done.returncode == EXIT_ERROR and "IndexError: index out of range" in done.stderr
+    assert "A table of the model may be too small: are there max_length 32 positions" in done.stdout + done.stderr
+
+
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

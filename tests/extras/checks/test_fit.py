@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 from made_tokenizers import tokenizer_of
+from support import run_for
 
 from train.config import Config
+from train.extras.checks import Extra
 from train.extras.checks.fit import check_tokenizer
 from train.records import UserError
 from train.tasks import Task, load_task
@@ -40,3 +43,13 @@ def test_a_length_without_room_for_text_is_refused(task: str) -> None:
         check_tokenizer(made(task, max_length=2), tokenizer_of("bytes"))
     check_tokenizer(made(task, max_length=3), tokenizer_of("bytes"))
     check_tokenizer(made("causal_lm", max_length=2), tokenizer_of("bytes"))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before, the hint is a line of output")
+def test_an_index_that_no_table_has_gets_a_hint_and_other_errors_get_none() -> None:
+    run = run_for(Config().changed(max_length=77))
+    on_a_card, other = map(RuntimeError, ("CUDA error: device-side assert triggered", "CUDA error: misaligned address"))
+    for error in (on_a_card, other):
+        assert Extra().failed(run, error) is None
+    assert "max_length 77 positions" in on_a_card.__notes__[0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(other, "__notes__")

@@ -6,6 +6,7 @@ Without this extra the same mistakes end in tracebacks of libraries, late, or tr
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,15 @@ class Extra(extras.Extra):
         if len(set(exchange((self._data, examples_digest(data.examples.validation))))) > 1:
             raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
+
+    def failed(self, run: Run | None, error: Exception) -> None:
+        """Adds to an index that no table has, which a card only calls an assertion, where it may come from."""
+        if run is not None and re.search("index out of range|device-side assert", str(error)):
+            hint = (
+                f"A table of the model may be too small: are there max_length {run.config.data.max_length} positions, "
+            )
+            hint += "an embedding for each token of the tokenizer, and an output for each label?"
+            getattr(error, "add_note", run.outputs.say)(hint)  # a traceback ends with notes, from Python 3.11 on
 
     def ready(self, run: Run, parts: Parts) -> None:
         from train.extras.checks.documents import describe_training
