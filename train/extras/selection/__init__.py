@@ -64,9 +64,10 @@ class Extra(extras.Extra):
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = examples_digest(examples.validation)
-        known = run.outputs.earlier_summary.get("result", {}).get("validation", {}).get("data", self._data)
-        if known != self._data:  # a run that is done is evaluated again, on these
-            run.outputs.earlier_summary = {}
+        if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
+            known = run.outputs.earlier_summary.get("result", {}).get("validation", {})
+            if known.get("data", self._data) != self._data:  # a run that is done is evaluated again, on these
+                run.outputs.earlier_summary = {}
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
