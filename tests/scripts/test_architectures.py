@@ -14,7 +14,6 @@ from scripts.benchmarks import architectures, harness
     ("task", "model_types"),
     [
         ("causal_lm", ("llama", "mixtral", "falcon_h1", "bart", "doge")),
-        ("causal_lm", ("bigbird_pegasus", "bloom", "ctrl", "prophetnet")),
         ("masked_lm", ("modernbert", "albert", "fnet", "mbart", "convbert", "roberta", "yoso")),
         ("sequence_classification", ("bert", "gpt2", "canine", "xlm")),
         # All of them, in parts that each take some minutes
