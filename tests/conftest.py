@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, Run, write_recipe
+from support import ROOT, Run, forget_device, write_recipe
 
 from train.extras import classes
 
@@ -48,6 +48,17 @@ def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Itera
 def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """``datasets.map`` with several processes puts a copy in its place, which functions imported before do not see."""
     monkeypatch.setattr(os, "environ", os.environ)
+
+
+@pytest.fixture(autouse=True)
+def _device_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
+    """accelerate keeps the device of a process's first Accelerator; a test for a card begins without one."""
+    is_gpu = request.node.get_closest_marker("gpu") is not None
+    if is_gpu:
+        forget_device()
+    yield
+    if is_gpu:
+        forget_device()
 
 
 @pytest.fixture(autouse=True)

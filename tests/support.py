@@ -82,15 +82,26 @@ needs_transformers_5_23 = pytest.mark.skipif(
 )
 
 
+def forget_device() -> None:
+    """The next Accelerator of this process may be on another device than those before it, which are of no use then."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:  # noqa: B008
     """What ``main`` makes before it loads the data: all extras joined, nothing shown, on the CPU unless told."""
     from accelerate import Accelerator  # here: conftest imports this file before it sets what libraries read
+    from accelerate.state import PartialState
 
     from train import extras
     from train.outputs import Outputs
     from train.records import Run
 
-    accelerator = accelerator or Accelerator(cpu=True)
+    # A process has one device: where a test for a card has begun on that, accelerate refuses another.
+    device = PartialState().device if PartialState._shared_state else None
+    is_on_card = device is not None and device.type != "cpu"
+    accelerator = accelerator or Accelerator(cpu=not is_on_card)
     outputs = Outputs(config, accelerator, is_silent=True)
     return Run(config, launch, accelerator, extras.join(), outputs, [])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from support import run_for
+from support import forget_device, run_for
 from test_step import TinyModel, batch, rows
 
 from train import loop
@@ -457,6 +457,7 @@ def test_loss_scale_at_its_floor_ends_the_run_with_an_explanation(monkeypatch: p
 @pytest.mark.gpu
 def test_fp16_on_a_gpu_learns_and_scales() -> None:
     run = Recorder(config())
+    forget_device()
     run.accelerator = Accelerator(mixed_precision="fp16")
     run.network = TinyModel()
     run.model, run.optimizer = run.accelerator.prepare(

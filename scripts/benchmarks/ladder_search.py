@@ -348,12 +348,12 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
         own = [row for row in longest if row["key"] == key]
         trained = [row for row in own if row["outcome"] == "ok"]
         best.append(max(trained, key=lambda row: row["length"]) if trained else own[-1])
-    lines = ["## The longest sequence", "", *TABLE.lines(map(cells, best))]
-    for kind, title in (("at", "Each rung at one length"), ("speed", "Speed")):
-        if rows := [row for row in tries if row["kind"] == kind]:
-            rows = rows[::-1] if kind == "at" else rows  # which begins with the last rung
-            lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))]
-    return lines
+    kinds = {kind: [row for row in tries if row["kind"] == kind] for kind in ("at", "speed")}
+    parts = [("The longest sequence", best), ("Each rung at one length", kinds["at"][::-1]), ("Speed", kinds["speed"])]
+    lines = []  # the second began with the last rung
+    for title, rows in parts:
+        lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))] if rows else []
+    return lines[1:]
 
 
 def main() -> None:

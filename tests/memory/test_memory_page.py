@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import ROOT
@@ -105,6 +106,44 @@ def test_figures_of_the_sweep_are_those_of_its_page() -> None:
         assert text in sweep
     for text in ("2 cores of an AMD EPYC", "48 cells of the sweep", "over 12 shapes", "saves 11 %", "both save 79 %"):
         assert text in words_of(PAGE)
+
+
+def test_figures_of_a_card_are_those_of_its_results() -> None:
+    def result(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "docs" / "results" / f"{name}-nvidia-h200.json").read_text(encoding="utf-8"))
+
+    readme, page, *extras = (
+        words_of((ROOT / name).read_text(encoding="utf-8"))
+        for name in ("README.md", "docs/memory.md", "docs/extras/memory.md", "docs/extras/optimizers.md")
+    )
+    found, rows = (accuracy := result("memory_accuracy")), accuracy["rows"]
+    worst, reserved = found["worst_error_percent"], [row.get("reserved_error_percent", 0.0) for row in rows]
+    assert (found["compared"], found["cases"]) == (17, 24) and f"{worst:.3f}" == "0.021" and worst < 0.03
+    assert "on an H200 to within 0.03 % in [17 cases]" in readme
+    assert "of 17 of 24 cases were at most 0.021 % above the prediction" in page
+    assert "17 cases differed by at most 0.021 %" in extras[0]
+    assert f"in the median {found['median_error_percent']:.3f} %" in page
+    assert f"between {max(reserved):.1f} % below and {-min(reserved):.1f} % above the prediction" in page
+    times = sorted(row["seconds"] / row["predicted_seconds"] for row in rows if "seconds" in row)
+    assert (
+        f"took {times[0]:.1f} to {times[-2]:.1f} times as long as estimated, one in fp32 {times[-1]:.1f} times" in page
+    )
+    long_ones = [row for row in rows if "1×65536 mixed_precision bf16" in row["case"] and "seconds" in row]
+    plain, offloaded, tiled = (f"{row['seconds']:.2f} s" for row in long_ones)
+    held = "{:.2f}, {:.2f} and {:.2f} GiB".format(*(row["measured_bytes"] / 2**30 for row in long_ones))
+    said = f"took {plain}, with offload {offloaded} as well, with tiled MLPs {tiled}; {held}"
+    assert said in words_of((ROOT / "docs" / "extras" / "activations.md").read_text(encoding="utf-8"))
+    tries = {row["rung"]: row for row in result("ladder")["tries"]}
+    rungs = [tries[name] for name in ("tiled MLP", "optimizer on the host", "update in backward")]
+    more = [f"{100 * (row['peak_bytes'] / row['predicted_peak_bytes'] - 1):.1f} %" for row in rungs[1:]]
+    assert f"with the optimizer on the host took {more[0]} and {more[1]} more" in page
+    assert f"took {rungs[1]['seconds']:.1f} s, and {rungs[0]['seconds']:.1f} s with fp32 weights" in extras[1]
+    sizes = [f"{row['peak_bytes'] / 2**30:.1f} GiB" for row in rungs]
+    speeds = [f"{row['tokens_per_second'] / 1000:.1f}k" for row in rungs]
+    long = words_of((ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8"))
+    assert f"took {sizes[0]} with tiled MLPs and {sizes[2]} with all techniques, at {speeds[0]} and {speeds[2]}" in long
+    kernels = (ROOT / "docs" / "results" / "attention_kernels-nvidia-h200.md").read_text(encoding="utf-8")
+    assert "in 594 of 594 cases" in kernels and "[594 of 594 cases]" in page
 
 
 def test_measured_figures_are_those_of_the_results() -> None:

@@ -207,12 +207,10 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         # a processor without bf16 arithmetic sums in fp32 first
         sums_apart = result.dtype == torch.bfloat16 and not cpu_has_fast_bf16()
         return [result.numel() * 4 + 128] if sums_apart else []
-    if name == "aten::_scaled_dot_product_flash_attention_backward":
+    if name in [f"aten::_scaled_dot_product_{kernel}_attention_backward" for kernel in ("flash", "cudnn")]:
         return _flash_backward(args[1], args[2])
     if name == "torch_attn::_varlen_attn_backward":
         return _flash_backward(args[1], args[2], num_documents=args[6].numel() - 1)
-    if name == "aten::_scaled_dot_product_cudnn_attention_backward":
-        return _flash_backward(args[1], args[1])
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
         batch, heads, length, head_size = query.shape

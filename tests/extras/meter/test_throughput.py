@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from train.config import Config
+from train.extras.activations.tiling import tile_mlps
 from train.extras.meter import Extra
 from train.extras.meter.cards import peak_flops_per_second
 from train.extras.meter.flops import MAX_OPERATORS, attended, count_flops
@@ -308,6 +309,12 @@ class _Recomputed(nn.Module):
 
 def test_what_is_computed_again_does_not_count():
     assert model_flops_per_token(_Recomputed(), 1024) == alike(6 * 2 * 16)
+
+
+def test_tiles_do_not_count_what_they_compute_again():
+    plain, tiled = _llama(), _llama()
+    tile_mlps(tiled)
+    assert count_flops(tiled, 4096) == count_flops(plain, 4096) is not None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
