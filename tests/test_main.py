@@ -220,6 +220,19 @@ def test_signal_ends_with_a_checkpoint_and_its_status(recipe: Path, tmp_path: Pa
     assert verify(checkpoint) is None
 
 
+def test_the_first_process_of_a_host_has_time_to_tell_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher ends the others as soon as one has ended."""
+    waited: list[float] = []
+    monkeypatch.setattr("train.main.time.sleep", waited.append)
+    for rank, says in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["--learning_rat", "1"]) == EXIT_USAGE
+        assert ("learning_rat" in capsys.readouterr().err) is says
+    assert waited == [3]
+
+
 def test_finished_run_is_not_done_again_but_can_be_made_longer_or_started_again(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

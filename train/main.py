@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Every rank would print the same usage error, so only the first of a host does.
         if str(error) and (error.exit_status != records.EXIT_USAGE or os.environ.get("LOCAL_RANK", "0") == "0"):
             show_error(str(error))
+        elif str(error):
+            time.sleep(3)  # the first is about to say so, and a launcher ends all processes when one has ended
         return error.exit_status
     except KeyboardInterrupt:
         show_error("interrupted: ended at once. --resume auto, the default, resumes from the newest checkpoint.")

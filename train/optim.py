@@ -35,8 +35,7 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):  # no kernel takes DTensors and plain tensors together
         groups.setdefault((isinstance(p, DTensor), p.ndim < 2), []).append(p)
-    decay = (config.weight_decay, 0.0)
-    return [{"params": groups[key], "weight_decay": decay[key[1]]} for key in sorted(groups)]
+    return [{"params": groups[k], "weight_decay": 0.0 if k[1] else config.weight_decay} for k in sorted(groups)]
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

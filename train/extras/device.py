@@ -24,7 +24,7 @@ def precision_in_use(accelerator: Any) -> str:
 
 
 def product_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """In which autocast, or else no autocast, would multiply ``tensor``."""
+    """The type in which ``tensor`` would be multiplied here, under autocast or without."""
     import torch
 
     kind = tensor.device.type

@@ -95,10 +95,9 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> None:
         """Adds to an index that no table has, which a card only calls an assertion, where it may come from."""
         if run is not None and re.search("index out of range|device-side assert", str(error)):
-            hint = (
-                f"A table of the model may be too small: are there max_length {run.config.data.max_length} positions, "
-            )
-            hint += "an embedding for each token of the tokenizer, and an output for each label?"
+            length = run.config.data.max_length
+            hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "
+            hint += "each token of the tokenizer, and an output for each label?"
             getattr(error, "add_note", run.outputs.say)(hint)  # a traceback ends with notes, from Python 3.11 on
 
     def ready(self, run: Run, parts: Parts) -> None:
