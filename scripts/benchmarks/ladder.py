@@ -58,6 +58,8 @@ class Options(harness.Options):
     """A step that is predicted to take longer is not measured."""
     speed: bool = True
     """Also tokens per second and MFU at 4K and 32K tokens."""
+    search: bool = True
+    """Search for the longest sequences; --no_search: only speeds."""
 
     @property
     def models(self) -> list[str]:
@@ -140,9 +142,12 @@ def measured(options: Options, device: Device) -> int:
     """Measures on this machine's card and prints the page; with --write it continues what an earlier call tried."""
     about, name = {**harness.about(), "device": device.name}, f"ladder-{harness.slug(device.name)}"
     results = ladder_search.Results(options.output_dir / f"{name}.json" if options.write else None)
-    limits = {"budget_seconds": options.budget_seconds, "step_seconds": options.step_seconds, "speed": options.speed}
-    search = ladder_search.Search(device, results, about, **limits)
-    finished = search.run(options.models) if options.length is None else search.at(options.models, options.length)
+    search = ladder_search.Search(device, results, about, options.budget_seconds, options.step_seconds)
+    if options.length is not None:
+        finished = search.at(options.models, options.length)
+    else:
+        finished = not options.search or search.longest(options.models)
+        finished = finished and (not options.speed or search.speeds(options.models))
     harness.finish(options, {**about, "tries": results.tries}, page, name)
     return harness.told(finished)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ START_SECONDS = 45.0
 """Of a process that measures, before its step, at most: libraries, weights on the card, and a short first step."""
 SMALL_CARD_BYTES = 48 * 2**30
 SPEED_LENGTHS = (4096, 32768)
+SPEED_TOKENS = 32768
+"""Of a micro-batch with which speed is measured, if so many fit."""
 SPEED_STEPS = 7
 SCALE_STEPS = 20
 """Most steps in which fp16 may find its scale."""
@@ -161,7 +164,6 @@ class Search:
         about: date and machine, written with the results.
         budget_seconds: no measurement begins after this.
         step_seconds: a step that is predicted to take longer is not measured.
-        speed: also measure tokens per second.
     """
 
     device: Device
@@ -169,15 +171,14 @@ class Search:
     about: dict[str, Any]
     budget_seconds: float = 420
     step_seconds: float = 200
-    speed: bool = True
 
     def __post_init__(self) -> None:
         self._has_measured = False
         self._started = time.perf_counter()
         self._committed = committed_lengths(self.device)
 
-    def run(self, models: Sequence[str]) -> bool:
-        """Whether nothing is left to try."""
+    def longest(self, models: Sequence[str]) -> bool:
+        """Finds the longest sequence of each rung, roughly, then closely; whether nothing is left to try."""
         rungs = [rung for model in models for rung in [Rung(model, TRAINER, dict(NOTHING)), *self._rungs_of(model)]]
         with Predictor() as predictor:
             predictions = Predictions(predictor)
@@ -185,12 +186,15 @@ class Search:
                 for rung in rungs:
                     if not self._find_longest(rung, predictions, close):
                         return False
-            for model in models if self.speed else ():
-                for length in SPEED_LENGTHS:
-                    for name, settings in speed_settings(model):
-                        if not self._measure_speed(Rung(model, name, settings), length, predictions):
-                            return False
         return True
+
+    def speeds(self, models: Sequence[str]) -> bool:
+        """Measures tokens per second; whether nothing is left to try."""
+        cases = product(models, SPEED_LENGTHS)
+        rungs = ((Rung(model, *named), length) for model, length in cases for named in speed_settings(model))
+        with Predictor() as predictor:
+            predictions = Predictions(predictor)
+            return all(self._measure_speed(rung, length, predictions) for rung, length in rungs)
 
     def at(self, models: Sequence[str], length: int) -> bool:
         """Makes one step of each rung at ``length``; whether nothing is left to try."""
@@ -283,16 +287,26 @@ class Search:
         return tried_apart(job, "trainer" if rung.name == TRAINER else "template", self._timeout_seconds(), steps)
 
     def _measure_speed(self, rung: Rung, length: int, predictions: Predictions) -> bool:
-        """Seconds per step at one length; False: time is up."""
+        """Seconds per step with examples of one length, as many as fit up to SPEED_TOKENS; False: time is up."""
         if self._is_known("speed", rung, length):
             return True
         if self._is_late():
             return False
         self._has_measured = True
-        question = replace_length(question_of(rung, self.device, length), length)
-        outcome = predicted(question, predictions)
+        size = max(1, SPEED_TOKENS // length)
+        while True:
+            sized = replace(rung, settings={**rung.settings, "micro_batch_size": size})
+            question = replace_length(question_of(sized, self.device, length), length)
+            outcome = predicted(question, predictions)
+            if outcome.fits or size == 1:
+                break
+            size //= 2
         found = self._tried(rung, question, SPEED_STEPS) if outcome.fits else {"outcome": "does not fit"}
-        self._add("speed", rung, length, predicted_peak_bytes=outcome.prediction.peak_bytes, **found)
+        planned = {
+            "predicted_peak_bytes": outcome.prediction.peak_bytes,
+            "predicted_seconds": outcome.prediction.seconds,
+        }
+        self._add("speed", rung, length, micro_batch_size=size, **planned, **found)
         return True
 
 
@@ -330,7 +344,9 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         NAMES[row["model"]],
         row["rung"],
-        f"{row['length']:,}",
+        f"{row['micro_batch_size']} × {row['length']:,}"
+        if row.get("micro_batch_size", 1) > 1
+        else f"{row['length']:,}",
         outcome,
         shown("seconds", ".2f"),
         shown("tokens_per_second", ",.0f"),

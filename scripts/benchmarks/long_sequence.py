@@ -15,6 +15,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ RUNGS: dict[str, dict[str, Any]] = {
     "+ selective": {"gradient_checkpointing": "selective", "loss": "auto"},
 }
 """Flags of the template, by name."""
+TRAINER = "Trainer"
 LOSS_DIFFERENCE = "largest_loss_difference"
 
 
@@ -48,8 +50,12 @@ class Options(harness.Options):
     cpu_threads: int | None = None
 
 
-def loads_of(options: Options, precision: str) -> dict[str, tuple[str, Workload]]:
-    """(variant, workload) by the name of the row."""
+def loads_of(options: Options, precision: str, with_liger: bool = False) -> dict[str, tuple[str, Workload]]:
+    """(variant, workload) by the name of the row.
+
+    Args:
+        with_liger: also Trainer with Liger's kernels, which need a card.
+    """
     base = Workload(
         "long sequence",
         options.hidden_size,
@@ -59,22 +65,26 @@ def loads_of(options: Options, precision: str) -> dict[str, tuple[str, Workload]
         accumulation=1,
         gradient_checkpointing="none",
         steps=options.steps,
+        turn_steps=options.steps,
         warmup_steps=1,
         rounds=options.rounds,
         mixed_precision=precision,
         cpu_threads=options.cpu_threads,
         vocab_size=options.vocab_size,
     )
-    rungs = {name: ("template", replace(base, settings=tuple(values.items()))) for name, values in RUNGS.items()}
-    return {"Trainer": ("trainer", replace(base, trainer_checkpoints=True)), **rungs}
+    trainer = replace(base, trainer_checkpoints=True)
+    rows = {TRAINER: ("trainer", trainer)}
+    if with_liger:
+        rows[f"{TRAINER}, Liger"] = ("trainer", replace(trainer, trainer_liger=True))
+    return rows | {name: ("template", replace(base, settings=tuple(values.items()))) for name, values in RUNGS.items()}
 
 
 def measured(options: Options) -> dict[str, Any]:
     """Time and memory of each row."""
     device = building.training_device()
     precision = building.usable_precision("auto", device)
-    loads = loads_of(options, precision)
-    load = loads["Trainer"][1]
+    loads = loads_of(options, precision, device.type == "cuda" and find_spec("liger_kernel") is not None)
+    load = loads[TRAINER][1]
     print(f"{load}, vocabulary {load.vocab_size:,}", flush=True)
     found = compare(loads, Processes(on_cpu=device.type == "cpu"), options.rounds)
     equal = all(row[LOSS_DIFFERENCE] <= TOLERANCE[precision] for row in found.values())
@@ -98,10 +108,10 @@ def compare(loads: dict[str, tuple[str, Workload]], processes: Processes, rounds
         found[name] = {
             "settings": dict(load.settings) or {"gradient_checkpointing": True},
             "seconds_per_step": spread([one[name] for one in seconds]),
-            "time_ratio": spread(harness.ratios(seconds, name, "Trainer")),
+            "time_ratio": spread(harness.ratios(seconds, name, TRAINER)),
             "peak_bytes": peak,
             "loss_after": statistics.median(one[name] for one in losses),
-            LOSS_DIFFERENCE: max(abs(ratio - 1) for ratio in harness.ratios(losses, name, "Trainer")),
+            LOSS_DIFFERENCE: max(abs(ratio - 1) for ratio in harness.ratios(losses, name, TRAINER)),
         }
         print(f"  {name}: peak {(peak or 0) / harness.MIB:.0f} MiB", flush=True)
     return found
@@ -124,7 +134,7 @@ def cells(name: str, row: dict[str, Any], reference_bytes: int) -> list[str]:
     """A row of the table."""
     time = row["time_ratio"]
     return [
-        "transformers' Trainer, gradient_checkpointing" if name == "Trainer" else f"template, {name}",
+        f"transformers' {name}, gradient_checkpointing" if name.startswith(TRAINER) else f"template, {name}",
         f"{row['peak_bytes'] / harness.MIB:,.0f}",
         f"{row['peak_bytes'] / reference_bytes:.2f}",
         f"{row['seconds_per_step']['median']:.2f}",
@@ -137,7 +147,7 @@ def page(found: dict[str, Any]) -> str:
     """The table in Markdown, with the workload and the check of the losses."""
     results, workload = found["results"], found["workload"]
     load = Workload(**{**workload, "settings": tuple(workload["settings"])})
-    reference = results["Trainer"]["peak_bytes"]
+    reference = results[TRAINER]["peak_bytes"]
     agreement = "agree" if found["equal_work"] else "DO NOT AGREE: the times cannot be compared"
     lines = [
         "# One long sequence, a large vocabulary",

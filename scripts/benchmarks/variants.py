@@ -62,6 +62,8 @@ class Workload:
     """Further flags of the template."""
     trainer_checkpoints: bool = False
     """Trainer runs with gradient_checkpointing=True."""
+    trainer_liger: bool = False
+    """Trainer runs with use_liger_kernel=True, which fuses the loss with the head."""
     turn_steps: int = 10
     """Timed together, with one line of the log in each turn."""
 
@@ -202,6 +204,7 @@ def run_trainer(job: Job) -> None:
     arguments = TrainingArguments(
         output_dir=job.config.output.output_dir,
         gradient_checkpointing=load.trainer_checkpoints,
+        use_liger_kernel=load.trainer_liger,
         per_device_train_batch_size=load.micro_batch_size,
         gradient_accumulation_steps=load.accumulation,
         max_steps=load.total_steps,

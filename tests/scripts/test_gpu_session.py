@@ -127,9 +127,10 @@ def test_calls_go_on_where_the_last_one_stopped(on_a_card: gpu_session.Options) 
         seen.append(len(card.commands))
         assert len(seen) < 10
     assert card.names() == [
-        "-m", "attention_kernels", "memory_accuracy", "loss_kernels",  # which fits into what is left
-        "memory_accuracy", "ladder", "recompute",
-        "real_runs", "optimizers", "ladder", "study",
+        "-m", "attention_kernels", "memory_accuracy", "ladder",
+        "memory_accuracy", "real_runs", "ladder",
+        "long_sequence", "loss_kernels", "recompute", "optimizers",
+        "ladder", "study",
     ]  # fmt: skip
     assert all(before < after for before, after in pairwise(seen))  # each call got further
     commands = len(card.commands)

@@ -13,7 +13,7 @@ from scripts.benchmarks import building, ladder, ladder_search, rungs
 from train.config import Config, from_values, to_values
 from train.memory.devices import find_device
 from train.memory.predict import Job, Target
-from train.memory.question import job_of
+from train.memory.question import Question, job_of
 from train.records import UsageError
 
 
@@ -22,11 +22,11 @@ def _nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder_search, "committed_lengths", lambda device: {})
 
 
-def planned(seconds_per_token: float = 1e-6, host_bytes: int = 0) -> Any:
+def planned(seconds_per_token: float = 1e-6, host_bytes: int = 0, fits: bool = True) -> Any:
     """What the planner says of a step."""
     prediction = SimpleNamespace(peak_bytes=1, seconds=1.0)
     return SimpleNamespace(
-        prediction=prediction, needed_bytes=1, host_bytes=host_bytes, seconds_per_token=seconds_per_token, fits=True
+        prediction=prediction, needed_bytes=1, host_bytes=host_bytes, seconds_per_token=seconds_per_token, fits=fits
     )
 
 
@@ -103,12 +103,12 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             return 0.0 if self.readings < 12 else 1e9
 
     monkeypatch.setattr(ladder_search, "time", Clock())
-    assert not ladder_search.Search(device, ladder_search.Results(path), {}, speed=False).run(["0.5b"])
+    assert not ladder_search.Search(device, ladder_search.Results(path), {}).longest(["0.5b"])
     before = len(lengths)
     assert 0 < before < 20
     monkeypatch.setattr(ladder_search, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     results = ladder_search.Results(path)
-    assert ladder_search.Search(device, results, {}, speed=False).run(["0.5b"])
+    assert ladder_search.Search(device, results, {}).longest(["0.5b"])
     tries = results.of("longest", f"0.5b: {ladder_search.TRAINER}")
     assert len({row["length"] for row in tries}) == len(tries)  # nothing tried twice
     best = {row["rung"]: row["length"] for row in results.tries if row["outcome"] == "ok"}
@@ -124,7 +124,7 @@ def test_slow_steps_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=1.0))
     monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 4096)
     results = ladder_search.Results(tmp_path / "ladder.json")
-    assert ladder_search.Search(find_device("h200"), results, {}, speed=False).run(["1b"])
+    assert ladder_search.Search(find_device("h200"), results, {}).longest(["1b"])
     assert {row["outcome"] for row in results.tries} == {"slow"}
     assert "not run: 4,096 s a step by estimate" in line_of(results.tries[0])
 
@@ -138,7 +138,7 @@ def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 64 * 1024)
     monkeypatch.setattr(ladder_search, "free_host_bytes", lambda: 40 * 2**30)
     results = ladder_search.Results(tmp_path / "ladder.json")
-    assert ladder_search.Search(find_device("h200"), results, {}, speed=False).run(["1b"])
+    assert ladder_search.Search(find_device("h200"), results, {}).longest(["1b"])
     best = max(row["length"] for row in results.tries if row["outcome"] == "ok")
     assert 31 * 1024 <= best <= 32 * 1024  # 32 GiB of the 40 may be taken
     assert "not run: 64 GiB of host memory" in line_of(results.tries[0])
@@ -186,7 +186,7 @@ def test_the_search_starts_from_the_committed_prediction(tmp_path: Path, monkeyp
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "oom"})
     results = ladder_search.Results(None)
-    ladder_search.Search(h100, results, {}, speed=False).run(["1b"])
+    ladder_search.Search(h100, results, {}).longest(["1b"])
     first = {row["rung"]: row["length"] for row in reversed(results.tries)}
     assert first["nothing"] == first[ladder_search.TRAINER] == 7 * 1024 and first["tiled MLP"] == 3 * 1024
 
@@ -208,13 +208,15 @@ def test_a_measurement_that_would_not_end_in_time_waits_for_a_later_call(monkeyp
     monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 100 * 1024)
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=50 / (100 * 1024)))
     monkeypatch.setattr(ladder_search, "tried_apart", tried)
-    limits: dict[str, Any] = {"budget_seconds": 420, "speed": False}
+    limits: dict[str, Any] = {"budget_seconds": 420}
     results = ladder_search.Results(None)
-    assert not ladder_search.Search(find_device("h200"), results, {}, **limits).run(["1b"])
+    assert not ladder_search.Search(find_device("h200"), results, {}, **limits).longest(["1b"])
     assert len(made) == 2 and clock.now == 300.0  # 120 s are left, and the next would take 145
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=150 / (100 * 1024)))
     clock.now = 0.0
-    assert not ladder_search.Search(find_device("h200"), results, {}, **{**limits, "budget_seconds": 100}).run(["1b"])
+    assert not ladder_search.Search(find_device("h200"), results, {}, **{**limits, "budget_seconds": 100}).longest(
+        ["1b"]
+    )
     assert len(made) == 3  # the first of a call is made in any case
 
 
@@ -225,11 +227,29 @@ def test_each_rung_is_tried_before_any_is_measured_closely(monkeypatch: pytest.M
         ladder_search, "tried_apart", lambda job, *_: {"outcome": "ok" if job.length <= 102 * 1024 else "oom"}
     )
     results = ladder_search.Results(None)
-    assert ladder_search.Search(find_device("h200"), results, {}, speed=False).run(["0.5b"])
+    assert ladder_search.Search(find_device("h200"), results, {}).longest(["0.5b"])
     rows = [row["rung"] for row in results.tries]
     last_rung_first_seen = rows.index(rungs.rungs_of("0.5b")[-1].name)
     assert all(rows[:last_rung_first_seen].count(name) <= 2 for name in rows)
     assert len(results.of("longest", "0.5b: nothing")) > 2
+
+
+def test_speed_is_measured_with_as_many_examples_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fitting(question: Question, _: Any) -> Any:
+        return planned(fits=question.config.optimization.micro_batch_size in (1, 2))
+
+    made: list[tuple[int, int, bool]] = []
+
+    def tried(job: Job, *_: Any) -> dict[str, Any]:
+        made.append((job.micro_batch_size, job.length, job.values["compile"]))
+        return {"outcome": "ok", "seconds": 1.5}
+
+    monkeypatch.setattr(ladder_search, "predicted", fitting)
+    monkeypatch.setattr(ladder_search, "tried_apart", tried)
+    results = ladder_search.Results(None)
+    assert ladder_search.Search(find_device("h200"), results, {}).speeds(["1b"])
+    assert made == [(size, length, way == 1) for size, length in ((2, 4096), (1, 32768)) for way in range(4)]
+    assert "| 2 × 4,096 | ok | 1.50 |" in "\n".join(ladder_search.tables(results.tries))
 
 
 def test_one_length_with_each_rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
