@@ -54,7 +54,7 @@ def loads_of(options: Options, precision: str, with_liger: bool = False) -> dict
     """(variant, workload) by the name of the row.
 
     Args:
-        with_liger: also Trainer with Liger's kernels, which need a card.
+        with_liger: also Trainer with Liger's kernels, which need a card, and compiled layers.
     """
     base = Workload(
         "long sequence",
@@ -76,7 +76,9 @@ def loads_of(options: Options, precision: str, with_liger: bool = False) -> dict
     rows = {TRAINER: ("trainer", trainer)}
     if with_liger:
         rows[f"{TRAINER}, Liger"] = ("trainer", replace(trainer, trainer_liger=True))
-    return rows | {name: ("template", replace(base, settings=tuple(values.items()))) for name, values in RUNGS.items()}
+    settings = RUNGS | ({"+ compiled": RUNGS["+ selective"] | {"compile": True}} if with_liger else {})
+    rungs = {name: ("template", replace(base, settings=tuple(values.items()))) for name, values in settings.items()}
+    return rows | {name.replace("chunked", "Liger's" if with_liger else "chunked"): row for name, row in rungs.items()}
 
 
 def measured(options: Options) -> dict[str, Any]:

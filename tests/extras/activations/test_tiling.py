@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.extras.activations import tiling
-from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, parts_to_tile, tile_mlps
+from train.extras.activations.tiling import MAX_TILE_TOKENS, MIN_TILE_TOKENS, Tiled, parts_to_tile, tile_mlps
 from train.model import ModelWithLoss
 from train.records import UserError
 
@@ -240,6 +240,8 @@ def test_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny(monkeypa
         return list(sizes)
 
     assert tokens_of_tiles(16, 2048) == [MIN_TILE_TOKENS] * 4
+    assert tokens_of_tiles(16, 32768) == [2048] * 16
+    assert tokens_of_tiles(16, 131072) == [MAX_TILE_TOKENS] * 32
     assert tokens_of_tiles(768, 2000) == [667, 667, 666]
     assert tokens_of_tiles(768, 700) == [700]
 

@@ -22,6 +22,9 @@ from train.records import UserError
 
 # With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size.
 MIN_TILE_TOKENS = 512
+# Where a model is narrow, a card computes a tile sooner than Python starts the next: with 1,024 tokens, 1,024 wide, an
+# H200 computed in a sixth of the time. So tiles grow with the sequence; up to here the peak of a step hardly does.
+MAX_TILE_TOKENS = 4096
 
 
 def tile_mlps(model: nn.Module) -> str:
@@ -84,7 +87,7 @@ class Tiled(nn.Module):
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
     def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         tokens = hidden.shape[:-1].numel()
-        size = max(MIN_TILE_TOKENS, hidden.shape[-1])  # as ALST does: tokens / H tiles
+        size = max(MIN_TILE_TOKENS, hidden.shape[-1], min(tokens // 16, MAX_TILE_TOKENS))  # at least H, as ALST does
         if tokens <= size:
             return self.compute_whole(hidden)
         if not torch.is_grad_enabled():
