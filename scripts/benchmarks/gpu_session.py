@@ -188,6 +188,8 @@ def pieces() -> list[Piece]:
               ("scripts/study.py", "sweep", "--lengths", "32", "--micro_batch_sizes", "1", "--techniques", "baseline",
                "--model_config", small_shape, "--tokenizer", "bytes", "--output", "{folder}/sweep",
                "--budget_gib", "1", "--steps", "1"), resumes=True, cap_gib=CAP_GIB),
+        Piece("rungs_8b", "8B at 65,536 tokens with each rung", 0,
+              script("ladder", "--model", "8b", "--length", "65536", "--budget_seconds", "{seconds}"), resumes=True),
         Piece("ladder", "the longest sequences on the whole card, and speeds", 0,
               script("ladder", "--budget_seconds", "{seconds}"), resumes=True),
     ]  # fmt: skip

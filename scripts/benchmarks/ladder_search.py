@@ -39,7 +39,7 @@ so that each has been tried when time is up, then closely."""
 START_SECONDS = 45.0
 """Of a process that measures, before its step, at most: libraries, weights on the card, and a short first step."""
 SMALL_CARD_BYTES = 48 * 2**30
-SPEED_LENGTHS = (4096, 32768)
+SPEED_LENGTHS = (32768, 4096)
 SPEED_TOKENS = 32768
 """Of a micro-batch with which speed is measured, if so many fit."""
 SPEED_STEPS = 7

@@ -248,7 +248,7 @@ def test_speed_is_measured_with_as_many_examples_as_fit(monkeypatch: pytest.Monk
     monkeypatch.setattr(ladder_search, "tried_apart", tried)
     results = ladder_search.Results(None)
     assert ladder_search.Search(find_device("h200"), results, {}).speeds(["1b"])
-    assert made == [(size, length, way == 1) for size, length in ((2, 4096), (1, 32768)) for way in range(4)]
+    assert made == [(size, length, way == 1) for size, length in ((1, 32768), (2, 4096)) for way in range(4)]
     assert "| 2 × 4,096 | ok | 1.50 |" in "\n".join(ladder_search.tables(results.tries))
 
 

@@ -208,7 +208,10 @@ def test_a_model_learns_the_same_by_a_package_and_says_so(monkeypatch: pytest.Mo
     Extra().change_loss(run := run_for(from_values({"loss": "chunked"})), changed)
     assert run.outputs.notes == ["loss: chunked, never all logits, in chunks"]
     assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "chunked"
-    smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto")
+    assert describe_loss("chunked", PLAIN, "auto", H100).endswith("in chunks; faster here: pip install '.[liger]'")
+    assert describe_loss("chunked", PLAIN, "auto", TURING).endswith("in chunks")
+    assert describe_loss("chunked", PLAIN, "chunked", H100).endswith("in chunks")
+    smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto", CPU)
     assert smoothed.endswith("(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001")
 
 

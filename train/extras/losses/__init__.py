@@ -49,7 +49,7 @@ class Extra(extras.Extra):
         terms.set_in(model)
         if kind != "full":
             in_head.use_loss_in_head(model, kind, terms)
-        run.outputs.note(in_head.describe_loss(kind, terms, asked))
+        run.outputs.note(in_head.describe_loss(kind, terms, asked, place))
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import chunked, in_head
