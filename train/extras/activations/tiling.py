@@ -23,7 +23,7 @@ from train.records import UserError
 # With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size.
 MIN_TILE_TOKENS = 512
 # Where a model is narrow, a card computes a tile sooner than Python starts the next: with 1,024 tokens, 1,024 wide, an
-# H200 computed in a sixth of the time. So tiles grow with the sequence; up to here the peak of a step hardly does.
+# H200 computed in a fifth of the time. So tiles grow with the sequence; up to here the peak of a step hardly does.
 MAX_TILE_TOKENS = 4096
 
 
