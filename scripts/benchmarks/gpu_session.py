@@ -190,6 +190,10 @@ def pieces() -> list[Piece]:
                "--budget_gib", "1", "--steps", "1"), resumes=True, cap_gib=CAP_GIB),
         Piece("rungs_8b", "8B at 65,536 tokens with each rung", 0,
               script("ladder", "--model", "8b", "--length", "65536", "--budget_seconds", "{seconds}"), resumes=True),
+        Piece("listops", "Long Range Arena's ListOps, 5,000 steps: its accuracy", 0,
+              ("-m", "accelerate.commands.accelerate_cli", "launch", "train/main.py", "--config",
+               "recipes/listops_lra.yaml", "--micro_batch_size", "32", "--gradient_checkpointing", "none",
+               "--output_dir", "{folder}/listops-{card}"), resumes=True, least=300, packages=RUNS),
         Piece("ladder", "the longest sequences on the whole card, and speeds", 0,
               script("ladder", "--budget_seconds", "{seconds}"), resumes=True),
     ]  # fmt: skip
