@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,30 @@ def test_figures_of_a_card_are_those_of_its_results() -> None:
     assert f"with `--compile` at {speed[1]}k, {share[1]} %" in long
     kernels = (ROOT / "docs" / "results" / "attention_kernels-nvidia-h200.md").read_text(encoding="utf-8")
     assert "in 594 of 594 cases" in kernels and "[594 of 594 cases]" in page
+
+
+def test_the_longest_sequences_are_those_of_the_results() -> None:
+    """The table of the ladder: a number, or none; ¹ where 8B has its optimizer on the host from the second rung on."""
+    lengths: dict[tuple[str, str, str], int] = {}
+    row: dict[str, Any] = {}
+    for device in ("rtx-4090", "h200"):
+        path = ROOT / "docs" / "results" / f"ladder-predicted-{device}.json"
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            lengths[device, row["model"], row["rung"]] = row["length"]
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    table = page.split("| rung | 0.5B on a 24 GiB RTX 4090")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 7
+    columns = list(product(("rtx-4090", "h200"), ("0.5b", "1b", "8b")))
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for (device, model), cell in zip(columns, cells, strict=True):
+            if cell != "¹":
+                found = lengths[device, model, name.split(",")[0]]
+                assert cell.rstrip(" ¹") == (f"{found:,}" if found else "none"), (name, device, model)
+    last = json.loads((ROOT / "docs" / "results" / "ladder-predicted-h200.json").read_text(encoding="utf-8"))["rows"][
+        -1
+    ]
+    assert f"{last['host_bytes'] / 2**30:.0f} GiB at the last figure" in words_of(page)
 
 
 def test_tables_of_a_card_are_those_of_its_results() -> None:
