@@ -17,6 +17,7 @@ from train.extras import classes
 # Read when a test file first imports a library:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait would take the cores that other tests need
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are small: a second thread costs more than it computes
 # Scripts that tests start import from test files, which lie in folders like those of what they test.
 _FOLDERS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts})
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])

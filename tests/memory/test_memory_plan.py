@@ -154,7 +154,9 @@ def test_packed_rows_need_no_padding_and_scaled_positions_are_more() -> None:
     assert longest_length(free, Predictions(Synthetic()))[0] > 10240
 
 
-@pytest.mark.parametrize("total_gib", [4, 5, 8, 12, 24, 80, 200])
+@pytest.mark.parametrize(
+    "total_gib", [4, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (5, 12, 80)), 8, 24, 200]
+)
 @pytest.mark.parametrize("length", [512, 8192, 65536])
 @pytest.mark.parametrize("launch_seconds", [0.0, 0.05, 0.5])
 def test_the_fastest_that_fits_is_found_with_few_predictions(

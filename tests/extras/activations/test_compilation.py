@@ -95,6 +95,7 @@ def test_names_of_weights_stay_and_the_sample_runs_uncompiled() -> None:
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

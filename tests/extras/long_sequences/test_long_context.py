@@ -100,7 +100,12 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "own_fields", "needs_mask"),
-    [("doge", {"keep_window_size": 4}, True), ("inkling_text", {}, True), ("mistral", {}, False), ("qwen3", {}, False)],
+    [
+        ("doge", {"keep_window_size": 4}, True),
+        pytest.param("inkling_text", {}, True, marks=pytest.mark.slow),
+        ("mistral", {}, False),
+        ("qwen3", {}, False),
+    ],
 )
 def test_a_model_with_a_window_computes_what_it_would_by_itself(
     model_type: str, own_fields: dict[str, Any], needs_mask: bool
