@@ -302,11 +302,9 @@ class Search:
                 break
             size //= 2
         found = self._tried(rung, question, SPEED_STEPS) if outcome.fits else {"outcome": "does not fit"}
-        planned = {
-            "predicted_peak_bytes": outcome.prediction.peak_bytes,
-            "predicted_seconds": outcome.prediction.seconds,
-        }
-        self._add("speed", rung, length, micro_batch_size=size, **planned, **found)
+        planned = outcome.prediction
+        found |= {"predicted_peak_bytes": planned.peak_bytes, "estimated_seconds": planned.seconds}
+        self._add("speed", rung, length, micro_batch_size=size, **found)
         return True
 
 
@@ -334,7 +332,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     def shown(name: str, form: str, scale: float = 1.0) -> str:
         return format(row[name] / scale, form) if row.get(name) is not None else ""
 
-    outcome = row["outcome"]
+    outcome, size = row["outcome"], row.get("micro_batch_size", 1)
     if outcome == "slow":
         outcome = f"not run: {row['predicted_seconds']:,.0f} s a step by estimate"
     elif outcome == "host":
@@ -344,9 +342,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         NAMES[row["model"]],
         row["rung"],
-        f"{row['micro_batch_size']} × {row['length']:,}"
-        if row.get("micro_batch_size", 1) > 1
-        else f"{row['length']:,}",
+        f"{size} × {row['length']:,}" if size > 1 else f"{row['length']:,}",
         outcome,
         shown("seconds", ".2f"),
         shown("tokens_per_second", ",.0f"),

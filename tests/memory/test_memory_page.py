@@ -140,6 +140,18 @@ def test_figures_of_a_card_are_those_of_its_results() -> None:
     plain, compiled = tries["fast"], tries["fast, compiled"]
     time, memory = compiled["seconds"] / plain["seconds"], compiled["peak_bytes"] / plain["peak_bytes"]
     assert f"8 × 4,096 tokens, took {time:.2f} × the time and {memory:.2f} × the memory" in activations
+    techniques = words_of((ROOT / "docs" / "techniques.md").read_text(encoding="utf-8"))
+    assert f"a 1B model {time:.2f} × the time and {memory:.2f} × the memory ([H200]" in techniques
+    in_bf16 = {
+        (row["hidden"], row["loss"]): row for row in result("loss_kernels")["rows"] if row["precision"] == "bf16"
+    }
+    assert f"in place of {in_bf16[4096, 'chunked']['ratio']:.2f} × ([H200]" in techniques
+    steps = {kind: {row["name"]: row["seconds"] for row in result("recompute")[kind]} for kind in ("model", "mlp")}
+    slower = steps["model"]["full, tiled MLP"] / steps["model"]["full"]
+    assert f"took {slower:.2f} × the time of one with whole MLPs" in activations
+    assert (
+        round(steps["mlp"]["tiled"] / (4 / 3 * steps["mlp"]["whole"])) == 5 and "in a fifth of the time" in activations
+    )
     assert f"{plain['peak_bytes'] / plain['predicted_peak_bytes']:.4f}" == "1.0000"
     of_compiled, of_plain = (f"{row['peak_bytes'] / 2**30:.1f}" for row in (compiled, plain))
     assert f"took {of_compiled} GiB where a step without it takes, and is predicted to take, {of_plain}" in page

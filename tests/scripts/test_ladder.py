@@ -214,9 +214,8 @@ def test_a_measurement_that_would_not_end_in_time_waits_for_a_later_call(monkeyp
     assert len(made) == 2 and clock.now == 300.0  # 120 s are left, and the next would take 145
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=150 / (100 * 1024)))
     clock.now = 0.0
-    assert not ladder_search.Search(find_device("h200"), results, {}, **{**limits, "budget_seconds": 100}).longest(
-        ["1b"]
-    )
+    limits["budget_seconds"] = 100
+    assert not ladder_search.Search(find_device("h200"), results, {}, **limits).longest(["1b"])
     assert len(made) == 3  # the first of a call is made in any case
 
 
