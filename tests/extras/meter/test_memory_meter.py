@@ -202,17 +202,6 @@ def test_every_so_many_steps_one_is_followed(training: Training, followed: list[
     assert followed.count("forward") == 4
 
 
-def test_steps_too_short_to_follow_often_are_followed_less(
-    training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
-    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", 1e-9)
-    training.start_meter()
-    for _ in range(12):
-        training.step(batch(1, 4))
-    assert len(followed) == 2  # the first, the first with an optimizer's state, and never again
-
-
 class Clock:
     """A small model under a meter, and the time that its steps take by it."""
 
