@@ -49,8 +49,9 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CUDNN = torch.backends.cudnn.version() or (92400 if RELEASE >= (2, 14) else 91900)  # that of CUDA 13's wheels
 # Older ones are wrong for some lengths; the variable is torch's own.
 CUDNN_FIRST = CUDNN > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8  # shares of the published rates that large kernels reach
-LAUNCH_SECONDS = 5e-6  # least time of an operator: launching its kernel
+# Shares of the published rates that large kernels reach, as steps on an H200 showed (docs/results/memory_accuracy-*):
+REACHED_FLOPS, REACHED_ATTENTION_FLOPS, REACHED_BANDWIDTH = 0.7, 0.5, 0.65
+LAUNCH_SECONDS = 1e-5  # least time of an operator: Python and autograd launching its kernel
 
 
 # ---- arithmetic and time ---------------------------------------------------------------------------------------------
@@ -73,19 +74,22 @@ class Costs:
         is_between_devices = func is aten.copy_.default and len({t.device.type for t in inputs}) > 1
         if not outputs or outputs[0].device.type == "meta" or is_between_devices:  # the plan adds waiting for the host
             return
-        flops, formula = 0.0, flop_registry.get(func.overloadpacket)
+        flops, reached, formula = 0.0, REACHED_FLOPS, flop_registry.get(func.overloadpacket)
         if func.namespace == "torch_attn" or (formula is not None and "_scaled_dot_product" in func._schema.name):
             names = [argument.name for argument in func._schema.arguments]
-            flops = _attention_flops(func._schema.name, dict(zip(names, args, strict=False), **kwargs))
+            given = dict(zip(names, args, strict=False), **kwargs)
+            flops, reached = _attention_flops(func._schema.name, given), REACHED_ATTENTION_FLOPS
         elif formula is not None:
             flops = float(formula(*args, **kwargs, out_val=result))
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        self.add(flops, traffic, outputs[0].dtype, repeats)
+        self.add(flops, traffic, outputs[0].dtype, repeats, reached)
 
-    def add(self, flops: float, traffic: float, dtype: torch.dtype, repeats: int = 1) -> None:
+    def add(
+        self, flops: float, traffic: float, dtype: torch.dtype, repeats: int = 1, reached: float = REACHED_FLOPS
+    ) -> None:
         """Adds a kernel that computes in ``dtype`` and moves ``traffic`` bytes, ``repeats`` times."""
         rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
-        computing, moving = flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
+        computing, moving = flops / (rate * reached), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
         self.flops += flops * repeats
         self.seconds += max(LAUNCH_SECONDS, computing, moving) * repeats
 
