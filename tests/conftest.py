@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ LONG = ("faults", "scripts", "extras/endurance", "extras/parallelism")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few tests that take long come first, so that no process is left with them at the end."""
     items.sort(key=lambda item: not str(item.path.relative_to(ROOT / "tests")).startswith(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through again, and the rest seldom: a tenth of the processors' time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -110,7 +110,14 @@ def test_the_plan_of_a_recipe_is_in_its_header(path: Path, tmp_path: Path, capsy
     hold_to_the_plan(path, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+LARGE = ("llama_3.1_8b_qlora_64k_24gib", "qwen3_0.6b_131k_24gib")  # takes long; planning them builds them too
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE else []) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_recipe_builds_its_model(path: Path, tmp_path: Path) -> None:
     config = parse(["--config", str(path)])
     if path in PLANNED:  # without weights there is nothing to keep in 4 bits

@@ -120,15 +120,24 @@ def test_an_extra_by_itself_is_imported_by_no_other(name: str) -> None:
             assert not re.search(rf"\bextras(\.| import .*\b){name}\b", path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALONE else name for name in extras.ORDER]
+THIRDS = (
+    ("memory", "adapters", "readers", "new_models"),
+    ("hardware", "meter", "activations", "parallelism"),
+    ("long_sequences", "losses", "optimizers"),
 )
-def test_trains_without_one_extra_and_names_it_when_asked_for_it(name: str, tmp_path: Path) -> None:
-    left_open = AUTO if name == "memory" else {}
-    lines, errors = train_without([name], tmp_path, *(asked.split()[0] for asked in left_open))
-    gone = [name] + [other for other, cls in extras.classes().items() if name in cls.needs]
+
+
+def test_each_extra_is_left_out_once() -> None:
+    assert sorted([*ALONE, *(name for third in THIRDS for name in third)]) == sorted(extras.ORDER)
+
+
+@pytest.mark.parametrize("names", [*THIRDS, *(pytest.param((name,), marks=pytest.mark.slow) for name in extras.ORDER)])
+def test_trains_without_extras_and_names_them_when_asked_for_them(names: tuple[str, ...], tmp_path: Path) -> None:
+    left_open = AUTO if "memory" in names else {}
+    lines, errors = train_without(names, tmp_path, *(asked.split()[0] for asked in left_open))
+    gone = {*names, *(other for other, cls in extras.classes().items() if set(names) & set(cls.needs))}
     assert joined(lines) == [other for other in extras.ORDER if other not in gone]
-    for flag in flags_of([name]):
+    for flag in flags_of(names):
         assert f"refused: {flag} {EXIT_USAGE}" in lines
         assert f"unknown flag {flag.partition('=')[0]}" in errors
         assert f"without the extras {', '.join(other for other in extras.ORDER if other in gone)} and" in errors
@@ -166,6 +175,7 @@ def ask_the_planner(names: Sequence[str], folder: Path, *words: str) -> subproce
     return script(words, 1, {**os.environ, "PYTHONPATH": str(copy)}, copy, alone=True)
 
 
+@pytest.mark.slow
 def test_plans_with_no_extra_but_the_two_that_it_needs(tmp_path: Path) -> None:
     needed = ("memory", "meter", "hardware", "new_models")  # the last for the tests' recipe alone
     asked = ask_the_planner([name for name in extras.ORDER if name not in needed], tmp_path)

@@ -39,7 +39,10 @@ def go_on(folder: Path, *flags: Any) -> Ended:
     return end
 
 
-@pytest.mark.parametrize("change", CHANGES)
+QUICK = ("changed file", "split", "dropout", "global batch", "optimizer")
+
+
+@pytest.mark.parametrize("change", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CHANGES])
 def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str) -> None:
     fields, named, can_go_on = CHANGES[change]
     recipe = write_recipe(tmp_path)

@@ -90,7 +90,7 @@ def signed(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("write", [as_weights, as_torch_file])
 @pytest.mark.parametrize("name", ["model-00000.safetensors", "optimizer-00000.safetensors", "extra.bin", "state.json"])
-@pytest.mark.parametrize("with_digest", [False, True])
+@pytest.mark.parametrize("with_digest", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pickle_in_a_checkpoint_is_never_opened(
     finished: Path, tmp_path: Path, canary: Path, write: Callable[[Path, Bomb], None], name: str, with_digest: bool
 ) -> None:

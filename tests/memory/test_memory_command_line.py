@@ -180,6 +180,7 @@ def test_explain_reads_bytes_of_any_kind_and_writes_for_any_terminal() -> None:
     assert b"20.00 GiB more did not fit" in done.stdout and b"\\xd7" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_printed_below_python_while_a_model_is_built_is_no_answer(
     tmp_path: Path,
     planner_from_scratch: Any,

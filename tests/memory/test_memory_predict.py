@@ -189,6 +189,11 @@ MARKS = {
     "experts, their router's loss": needs_transformers_5_23,
     "chunked, five chunks": pytest.mark.slow,
     "chunked, fp16 weights: recomputed": pytest.mark.slow,
+    "chunked, smoothed, z-loss": pytest.mark.slow,
+    "classified by parts, padded": pytest.mark.slow,
+    "stochastic": pytest.mark.slow,
+    "in backward, kahan": pytest.mark.slow,
+    "tiled, bf16": pytest.mark.slow,
 }
 
 
@@ -368,6 +373,7 @@ def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictors) 
     assert peak(2048, attn_implementation="eager") - peak(2048) > 2 * squares
 
 
+@pytest.mark.slow
 def test_a_sliding_window_costs_no_square(predictor: Predictors) -> None:
     def peak(length: int, **settings: Any) -> int:
         mistral = {**LLAMA, "model_type": "mistral"}
@@ -434,6 +440,7 @@ def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: P
     assert three < two / 5
 
 
+@pytest.mark.slow
 def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictors) -> None:
     pytest.importorskip("peft")
     one = replace(job(target=H100, mixed_precision="bf16", adapter="lora"), world_size=8)

@@ -293,9 +293,11 @@ def small(name: str, folder: Path, environment: dict[str, str]) -> subprocess.Co
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", *(pytest.param(name, marks=pytest.mark.slow) for name in
-                    ("check", "loss_kernels", "recompute", "optimizers", "sweep"))],
-)  # fmt: skip
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("attention", "check", "loss_kernels", "recompute", "optimizers", "sweep")
+    ],
+)
 def test_a_piece_starts_without_them(name: str, without: dict[str, str], tmp_path: Path) -> None:
     done = small(name, tmp_path / "kept", without)
     assert done.returncode == 0, done.stdout + done.stderr

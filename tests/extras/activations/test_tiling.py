@@ -57,7 +57,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tile", [1, 33, 200, 1000])
+@pytest.mark.parametrize("tile", [pytest.param(1, marks=pytest.mark.slow), 33, 200, 1000])
 def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64; weights' gradients are summed in another order. No tile has fewer tokens than the model's width."""
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", tile)
