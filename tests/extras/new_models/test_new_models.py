@@ -44,7 +44,8 @@ def test_fields_that_a_configuration_reads_but_does_not_declare_may_be_given() -
     wide = built({**mixture, "moe_intermediate_size": 8, "head_dim": 32})
     assert wide.model.layers[0].self_attn.q_proj.out_features == SHAPE["num_attention_heads"] * 32
     heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 8}
-    layers = built({"model_type": "gemma4_text", **SHAPE, **heads, "num_hidden_layers": 6}).model.layers
+    inputs = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8}  # or they take a gigabyte
+    layers = built({"model_type": "gemma4_text", **SHAPE, **heads, **inputs, "num_hidden_layers": 6}).model.layers
     widths = [layer.self_attn.q_proj.out_features for layer in layers]
     assert widths == [SHAPE["num_attention_heads"] * size for size in (16, 16, 16, 16, 16, 8)]
 
