@@ -167,15 +167,20 @@ def test_steps_on_a_card_take_about_as_long_as_estimated() -> None:
         ),
         (
             of_qwen["qwen2-0.5b causal_lm 1×16384 mixed_precision no, gradient_checkpointing full, loss chunked"],
-            {"model_config": MODELS["0.5b"], "max_length": 16384, "gradient_checkpointing": "full", "loss": "chunked"},
+            {
+                "model_config": MODELS["0.5b"],
+                "max_length": 16384,
+                "gradient_checkpointing": "full",
+                "loss": "chunked",
+                "mixed_precision": "no",
+            },
         ),
     ]
     ratios = list[float]()
     with Predictor() as predictor:
         predictions = Predictions(predictor)
-        for number, (seconds, values) in enumerate(steps):
-            precision = "no" if number == len(steps) - 1 else "bf16"
-            config = config_of({"tokenizer": "bytes", "mixed_precision": precision, **values})
+        for seconds, values in steps:
+            config = config_of({"tokenizer": "bytes", "mixed_precision": "bf16", **values})
             question = Question(config, find_device("h200"), values["model_config"]["vocab_size"])
             ratios.append(seconds / (predicted(question, predictions).prediction.seconds or 0.0))
     *half, single = ratios
