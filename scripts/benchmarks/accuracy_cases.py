@@ -152,6 +152,7 @@ def large_cases(device: Device) -> list[Job]:
         ("llama-1b", "causal_lm", 4096 * x, 1, both | twice),
         ("llama-1b", "causal_lm", 2048 * x, 1, half | chunked | {"optimizer": "sgd", "max_grad_norm": None}),
         ("llama-3b", "causal_lm", 2048 * x, 1, both),
+        ("llama-1b", "causal_lm", 2048 * x, 1, both | {"optimizer": "adafactor"}),
     ]
     if has_bf16:
         weights, in_backward = {"dtype": "bfloat16"}, {"optimizer_in_backward": True, "max_grad_norm": None}
@@ -163,6 +164,12 @@ def large_cases(device: Device) -> list[Job]:
         ]
     losses = [name for name, package in LOSS_PACKAGES.items() if importlib.util.find_spec(package) and has_bf16]
     cases += [("qwen2-0.5b", "causal_lm", 8192 * x, 1, half | full | {"loss": name}) for name in losses]
+    if importlib.util.find_spec("bitsandbytes"):
+        weights = {"dtype": "bfloat16"} if has_bf16 else {}
+        cases += [
+            ("llama-1b", "causal_lm", 4096 * x, 1, both | weights | {"adapter": "qlora"}),
+            ("llama-1b", "causal_lm", 2048 * x, 1, both | {"optimizer": "adamw_8bit"}),
+        ]
     made = [large(model, task, length, size, **settings) for model, task, length, size, settings in cases]
     return [replace(case, target=target_of(device)) for case in made]
 

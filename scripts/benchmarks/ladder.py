@@ -45,6 +45,8 @@ class Options(harness.Options):
     """Finds the longest sequence that trains, rung by rung."""
 
     model: Literal["0.5b", "1b", "8b", "all"] = "all"
+    rungs: tuple[str, ...] = ()
+    """Only those with these names; default: all."""
     device: str | None = None
     """A card to predict for, by name or size, such as rtx-4090 or 24GiB; default: measure on this machine's card; h200
     without one."""
@@ -65,11 +67,16 @@ class Options(harness.Options):
     def models(self) -> list[str]:
         return list(MODELS) if self.model == "all" else [self.model]
 
+    def takes(self, rung: Rung) -> bool:
+        """Whether ``rung`` is asked for."""
+        return not self.rungs or rung.name in self.rungs
+
 
 def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: int) -> dict[str, Any]:
     """The predicted figures of one rung."""
     longest = predicted_longest(rung, device, predictions, near)
     row: dict[str, Any] = {"model": rung.model, "rung": rung.name, "settings": rung.settings, "length": longest}
+    row["full_length"] = predicted_longest(rung, device, predictions, longest or near, on_full_card=True)
     outcome = outcome_at(rung, device, longest or 1024, predictions)
     row |= {
         "needed_bytes": outcome.needed_bytes,
@@ -88,7 +95,8 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
     for model in options.models:
         with Predictor() as predictor:
             predictions, near = Predictions(predictor), 8192
-            for rung in rungs_of(model, with_qlora=device.total_bytes < ladder_search.SMALL_CARD_BYTES):
+            ladder = rungs_of(model, with_qlora=device.total_bytes < ladder_search.SMALL_CARD_BYTES)
+            for rung in (rung for rung in ladder if options.takes(rung)):
                 near = committed.get((model, rung.name)) or near
                 try:
                     rows.append(predicted_row(rung, device, predictions, near))
@@ -100,18 +108,21 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
 
 
 TABLE = harness.Table(
-    ("model", "rung, with those above it", "longest, tokens", "host memory, GiB", "tokens/s, estimated"), "llrrr"
+    ("model", "rung, with those above it", "longest, tokens", "full card", "host memory, GiB", "tokens/s, estimated"),
+    "llrrrr",
 )
+WITHOUT_FULL = harness.Table(TABLE.titles[:3] + TABLE.titles[4:], "llrrr")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the predicted ladder."""
     name = [NAMES[row["model"]], row["rung"]]
     if "error" in row:
-        return [*name, row["error"], "", ""]
+        return [*name, row["error"], "", "", ""]
     longest = f"{row['length']:,}" if row["length"] else f"none: {row['needed_bytes'] / harness.GIB:,.1f} GiB at 1,024"
     host = f"{row['host_bytes'] / harness.GIB:,.0f}" if row["host_bytes"] else ""
-    return [*name, longest, host, f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""]
+    full = f"{row['full_length']:,}" if row.get("full_length") else ""
+    return [*name, longest, full, host, f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""]
 
 
 def page(found: dict[str, Any]) -> str:
@@ -123,14 +134,17 @@ def page(found: dict[str, Any]) -> str:
     if "cap_gib" in found:
         device = building.held_to(device, found["cap_gib"])
     room = question_of(rungs_of("1b")[0], device, 1024).room_bytes
+    has_full = any("full_length" in row for row in found["rows"])
+    rows = [row if has_full else row[:3] + row[4:] for row in map(cells, found["rows"])]
+    full = "On a full card nothing is left free, and the allocator gives back what it holds unused. " * has_full
     lines = [
         f"# The ladder, predicted for {device.name}",
         "",
         f"Predicted, not measured: {device.total_bytes / harness.GIB:.1f} GiB of which {room / harness.GIB:.1f} may be "
-        "taken; one sequence, bf16 arithmetic. The longest is found to 1 %. Speeds are a roofline's estimate of "
+        f"taken; one sequence, bf16 arithmetic. The longest is found to 1 %. {full}Speeds are a roofline's estimate of "
         "forward and backward.",
         "",
-        *TABLE.lines(map(cells, found["rows"])),
+        *(TABLE if has_full else WITHOUT_FULL).lines(rows),
         "",
         f"{harness.machine_line(found, '')}.",
         "",
@@ -142,7 +156,7 @@ def measured(options: Options, device: Device) -> int:
     """Measures on this machine's card and prints the page; with --write it continues what an earlier call tried."""
     about, name = {**harness.about(), "device": device.name}, f"ladder-{harness.slug(device.name)}"
     results = ladder_search.Results(options.output_dir / f"{name}.json" if options.write else None)
-    search = ladder_search.Search(device, results, about, options.budget_seconds, options.step_seconds)
+    search = ladder_search.Search(device, results, about, options.budget_seconds, options.step_seconds, options.takes)
     if options.length is not None:
         finished = search.at(options.models, options.length)
     else:

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -164,6 +164,7 @@ class Search:
         about: date and machine, written with the results.
         budget_seconds: no measurement begins after this.
         step_seconds: a step that is predicted to take longer is not measured.
+        takes: whether a rung is tried.
     """
 
     device: Device
@@ -171,6 +172,7 @@ class Search:
     about: dict[str, Any]
     budget_seconds: float = 420
     step_seconds: float = 200
+    takes: Callable[[Rung], bool] = lambda rung: True
 
     def __post_init__(self) -> None:
         self._has_measured = False
@@ -179,7 +181,8 @@ class Search:
 
     def longest(self, models: Sequence[str]) -> bool:
         """Finds the longest sequence of each rung, roughly, then closely; whether nothing is left to try."""
-        rungs = [rung for model in models for rung in [Rung(model, TRAINER, dict(NOTHING)), *self._rungs_of(model)]]
+        trainers = [Rung(model, TRAINER, dict(NOTHING)) for model in models]
+        rungs = [rung for first in trainers for rung in [first, *self._rungs_of(first.model)] if self.takes(rung)]
         with Predictor() as predictor:
             predictions = Predictions(predictor)
             for close in CLOSE:
@@ -194,13 +197,14 @@ class Search:
         rungs = ((Rung(model, *named), length) for model, length in cases for named in speed_settings(model))
         with Predictor() as predictor:
             predictions = Predictions(predictor)
-            return all(self._measure_speed(rung, length, predictions) for rung, length in rungs)
+            return all(self._measure_speed(rung, length, predictions) for rung, length in rungs if self.takes(rung))
 
     def at(self, models: Sequence[str], length: int) -> bool:
         """Makes one step of each rung at ``length``; whether nothing is left to try."""
         with Predictor() as predictor:
             predictions = Predictions(predictor)
-            for rung in [rung for model in models for rung in self._rungs_of(model)][::-1]:  # the first may not fit
+            rungs = [rung for model in models for rung in self._rungs_of(model) if self.takes(rung)]
+            for rung in rungs[::-1]:  # the first may not fit
                 if not self._is_known("at", rung, length) and not self._try("at", rung, length, predictions):
                     return False
         return True
@@ -255,7 +259,7 @@ class Search:
         """Where the search begins: as committed for such a card, else as predicted now."""
         name = "nothing" if rung.name == TRAINER else rung.name
         committed = self._committed.get((rung.model, name))
-        return predicted_longest(rung, self.device, predictions) if committed is None else committed
+        return predicted_longest(rung, self.device, predictions, on_full_card=True) if committed is None else committed
 
     def _try(self, kind: str, rung: Rung, length: int, predictions: Predictions, **more: Any) -> str | None:
         """Makes one step, if nothing speaks against it, and keeps what came of it; None: time is up."""
@@ -354,18 +358,41 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
     """The longest sequence that trained with each rung, each rung at one length, and the speeds."""
-    longest = [row for row in tries if row["kind"] == "longest"]
-    best = []
-    for key in dict.fromkeys(row["key"] for row in longest):
-        own = [row for row in longest if row["key"] == key]
-        trained = [row for row in own if row["outcome"] == "ok"]
-        best.append(max(trained, key=lambda row: row["length"]) if trained else own[-1])
-    kinds = {kind: [row for row in tries if row["kind"] == kind] for kind in ("at", "speed")}
-    parts = [("The longest sequence", best), ("Each rung at one length", kinds["at"][::-1]), ("Speed", kinds["speed"])]
-    lines = []  # the second began with the last rung
-    for title, rows in parts:
+    kinds = {kind: [row for row in tries if row["kind"] == kind] for kind in ("longest", "at", "speed")}
+    by_rung = [[r for r in kinds["longest"] if r["key"] == key] for key in dict.fromkeys(r["key"] for r in tries)]
+    brackets = [bracket_cells(rows) for rows in by_rung if rows]
+    lines = ["", "## The longest sequence", "", *BRACKETS.lines(brackets)] if brackets else []
+    # What was tried at one length began with the last rung.
+    for title, rows in (("Each rung at one length", kinds["at"][::-1]), ("Speed", kinds["speed"])):
         lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))] if rows else []
     return lines[1:]
+
+
+BRACKETS = harness.Table(
+    (
+        "model",
+        "rung, with those above it",
+        "predicted, tokens",
+        "trained",
+        "ran out of memory",
+        "peak, GiB",
+        "predicted",
+    ),
+    "llrrrrr",
+)
+
+
+def bracket_cells(tries: Sequence[dict[str, Any]]) -> list[str]:
+    """A rung's longest sequence as predicted, and what was found around it."""
+    trained = [row for row in tries if row["outcome"] == "ok"]
+    best = max(trained, key=lambda row: row["length"]) if trained else tries[-1]
+    model, rung, length, outcome, *_, peak, predicted_peak = cells(best)
+    ran_out = min((row["length"] for row in tries if row["outcome"] == "oom"), default=None)
+    guess = tries[0]["predicted_longest"]
+    return [
+        *(model, rung, f"{guess:,}" if guess else "none", length if trained else outcome),
+        *("" if ran_out is None else f"{ran_out:,}", peak, predicted_peak),
+    ]
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ class Rung:
 def committed_lengths(device: Device, folder: Path = harness.RESULTS) -> dict[tuple[str, str], int]:
     """The longest sequences by (model, rung) of the predicted ladder in ``folder`` whose card is most like ``device``.
 
-    Empty where none is like it.
+    On the full card where that was predicted. Empty where no card is like it.
     """
     found: list[tuple[float, dict[tuple[str, str], int]]] = []
     for path in sorted(folder.glob("ladder-predicted-*.json")):
@@ -75,7 +75,8 @@ def committed_lengths(device: Device, folder: Path = harness.RESULTS) -> dict[tu
         difference = abs(total_bytes / device.total_bytes - 1)
         if difference <= ALIKE:
             rows = (row for row in ladder["rows"] if row.get("length") is not None)
-            found.append((difference, {(row["model"], row["rung"]): row["length"] for row in rows}))
+            longest = {(row["model"], row["rung"]): row.get("full_length", row["length"]) for row in rows}
+            found.append((difference, longest))
     return min(found, key=lambda entry: entry[0])[1] if found else {}
 
 
@@ -118,16 +119,21 @@ def lengths_to_try() -> list[int]:
     return lengths
 
 
-def predicted_longest(rung: Rung, device: Device, predictions: Predictions, near: int = 8192) -> int:
+def predicted_longest(
+    rung: Rung, device: Device, predictions: Predictions, near: int = 8192, on_full_card: bool = False
+) -> int:
     """The longest of :func:`lengths_to_try` that is predicted to fit; 0: not even the shortest.
 
     Args:
         near: where the search begins.
+        on_full_card: all of the card may be taken, and the allocator gives back what lies unused.
     """
 
     def needs(length: int) -> int:
-        return outcome_at(rung, device, length, predictions).needed_bytes
+        outcome = outcome_at(rung, device, length, predictions)
+        unused = outcome.prediction.reserved_bytes - outcome.prediction.least_reserved_bytes
+        return outcome.needed_bytes - unused * on_full_card
 
-    room = question_of(rung, device, 1024).room_bytes
+    room = device.total_bytes if on_full_card else question_of(rung, device, 1024).room_bytes
     lengths = lengths_to_try()
     return largest_fitting(lengths, needs, room, min(lengths, key=lambda length: abs(length - near))) or 0

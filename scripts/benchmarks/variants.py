@@ -88,7 +88,7 @@ class Measurement:
     loss_before: float
     loss_after: float
     peak_bytes: int | None = None
-    """Most bytes that tensors held; on a CPU only if the allocator was traced."""
+    """Most bytes that tensors held; on a CPU only if the allocator was traced, which takes time."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -296,10 +296,11 @@ def measure(take_turn: Callable[[], None], variant: str, load: Workload, trace_m
     device = building.training_device()
     if device.type == "cpu":
         building.use_cpu_threads(load.cpu_threads)
-    traces, on_cuda = trace_memory and device.type == "cpu", device.type == "cuda"
+    on_cuda = device.type == "cuda"
+    traces = trace_memory and not on_cuda
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        # A run that measures its memory resets CUDA's peaks, and follows operators on a CPU.
-        config = configuration(load, folder).changed(measure_memory=not trace_memory)
+        # A run that measures its memory resets CUDA's peaks, which are read here, and follows operators on a CPU.
+        config = configuration(load, folder).changed(measure_memory=not (trace_memory or on_cuda))
         with harness.traced_allocations() if traces else contextlib.nullcontext() as traced:
             torch.manual_seed(load.seed)
             network = building.causal_lm(config, load.length)
@@ -307,7 +308,7 @@ def measure(take_turn: Callable[[], None], variant: str, load: Workload, trace_m
             before = loss_of(network, job.tokens)
             VARIANTS[variant](job)
         after = loss_of(network, job.tokens)
-    peak = torch.cuda.max_memory_allocated() if trace_memory and on_cuda else traced and traced.peak_bytes
+    peak = torch.cuda.max_memory_allocated() if on_cuda else traced and traced.peak_bytes
     return Measurement(job.clock.turns, before, after, peak)
 
 
@@ -340,6 +341,6 @@ class Processes(harness.Processes):
             raise SystemExit(f"A variant of {load.name} failed; its error is printed above.") from None
 
     def peak_bytes(self, variant: str, load: Workload, measurement: Measurement) -> int | None:
-        """Of a measurement, or else from a run of two steps; on a CPU with a traced allocator."""
+        """Of a measurement on a card, or else from a run of two steps with a traced allocator."""
         two_steps = replace(load, warmup_steps=1, steps=1, turn_steps=1)
         return measurement.peak_bytes or self.measure(variant, two_steps, trace_memory=True).peak_bytes

@@ -198,6 +198,27 @@ def test_expandable_segments_avoid_the_fragmentation_of_growing_sizes() -> None:
     assert replay(trace, expandable_segments=True).reserved_bytes == 60 * MIB
 
 
+def test_a_full_device_needs_room_only_for_the_pages_that_blocks_lie_on() -> None:
+    # From 0 to 60, 60 to 65 and 65 to 155 MiB, in pages of 20.
+    allocator = allocated(60 * MIB, 5 * MIB, 90 * MIB, expandable_segments=True)
+    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (160 * MIB, 160 * MIB)
+    allocator.free(0)
+    allocator.allocate(3, 70 * MIB)  # from 155 to 225 MiB; pages 0 to 2 could be given back
+    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (240 * MIB, 180 * MIB)
+    allocator.free(1)  # its page holds a part of the next block
+    allocator.allocate(4, 1)
+    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (242 * MIB, 182 * MIB)
+
+
+def bytes_of_pages_in_use(allocator: CachingAllocator) -> int:
+    pages = {
+        (address // pool.page_bytes + number, pool.page_bytes)
+        for pool, address, size in allocator._live.values()
+        for number in range((address % pool.page_bytes + size - 1) // pool.page_bytes + 1)
+    }
+    return sum(page_bytes for _, page_bytes in pages)
+
+
 def random_trace(events: int, seed: int, largest_log2: float = 27.0) -> list[tuple[int, int]]:
     generator = random.Random(seed)
     live: list[tuple[int, int]] = []
@@ -225,7 +246,7 @@ def check(allocator: CachingAllocator) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("expandable_segments", [False, True])
 def test_random_traces_keep_the_books(seed: int, expandable_segments: bool) -> None:
-    allocator = CachingAllocator(expandable_segments)
+    allocator, least = CachingAllocator(expandable_segments), 0
     live: dict[int, int] = {}
     for number, (key, change) in enumerate(random_trace(3000, seed)):
         if change < 0:
@@ -237,6 +258,9 @@ def test_random_traces_keep_the_books(seed: int, expandable_segments: bool) -> N
         assert sum(live.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
         if number % 100 == 0:
             check(allocator)
+            least = max(least, bytes_of_pages_in_use(allocator))
+    if expandable_segments:
+        assert least <= allocator.least_reserved_bytes <= allocator.reserved_bytes
 
     for key in live:
         allocator.free(key)

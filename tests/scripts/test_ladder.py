@@ -90,7 +90,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ladder_search, "tried_apart", tried)
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 32 * 1024)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 32 * 1024)
     path, device = tmp_path / "ladder.json", find_device("h200")
 
     class Clock:
@@ -122,7 +122,7 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_slow_steps_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: pytest.fail("it was made"))
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=1.0))
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 4096)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 4096)
     results = ladder_search.Results(tmp_path / "ladder.json")
     assert ladder_search.Search(find_device("h200"), results, {}).longest(["1b"])
     assert {row["outcome"] for row in results.tries} == {"slow"}
@@ -135,7 +135,7 @@ def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "ok", "seconds": 1.0})
     monkeypatch.setattr(ladder_search, "outcome_at", outcome)
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 64 * 1024)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 64 * 1024)
     monkeypatch.setattr(ladder_search, "free_host_bytes", lambda: 40 * 2**30)
     results = ladder_search.Results(tmp_path / "ladder.json")
     assert ladder_search.Search(find_device("h200"), results, {}).longest(["1b"])
@@ -182,7 +182,7 @@ def test_the_search_starts_from_the_committed_prediction(tmp_path: Path, monkeyp
     assert rungs.committed_lengths(find_device("t4"), tmp_path) == {}
 
     monkeypatch.setattr(ladder_search, "committed_lengths", lambda device: {("1b", "nothing"): 7 * 1024})
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 3 * 1024)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 3 * 1024)
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "oom"})
     results = ladder_search.Results(None)
@@ -205,7 +205,7 @@ def test_a_measurement_that_would_not_end_in_time_waits_for_a_later_call(monkeyp
         return {"outcome": "oom"}
 
     monkeypatch.setattr(ladder_search, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 100 * 1024)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 100 * 1024)
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=50 / (100 * 1024)))
     monkeypatch.setattr(ladder_search, "tried_apart", tried)
     limits: dict[str, Any] = {"budget_seconds": 420}
@@ -220,7 +220,7 @@ def test_a_measurement_that_would_not_end_in_time_waits_for_a_later_call(monkeyp
 
 
 def test_each_rung_is_tried_before_any_is_measured_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 100 * 1024)
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 100 * 1024)
     monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
     monkeypatch.setattr(
         ladder_search, "tried_apart", lambda job, *_: {"outcome": "ok" if job.length <= 102 * 1024 else "oom"}

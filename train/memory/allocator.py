@@ -2,13 +2,14 @@
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (read in 2026, torch 2.13) with its default settings:
 memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed. Left out: streams (a
-freed block is free at once), CUDA graphs, and the release of unused segments when the device is full. Addresses decide
-between free blocks of one size; here later segments lie at higher addresses, which the driver does not promise.
+freed block is free at once) and CUDA graphs. Addresses decide between free blocks of one size; here later segments lie
+at higher addresses, which the driver does not promise.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
@@ -29,6 +30,7 @@ class _Pool:
         self.free: list[tuple[int, int]] = []  # (size, address), ascending
         self._size_at: dict[int, int] = {}  # of these blocks by address
         self.size_before: dict[int, int] = {}  # of these blocks by the address at which they end
+        self._blocks_on: Counter[int] = Counter()  # live blocks that begin or end on a page
 
     def add(self, address: int, size: int) -> None:
         """Adds a free block, merged with its free neighbours."""
@@ -54,19 +56,28 @@ class _Pool:
         del self._size_at[address], self.size_before[address + found]
         return address, found
 
+    def pages_changed(self, address: int, size: int, change: int) -> int:
+        """How many more pages have a live block once one has come (``change`` 1) or gone (−1)."""
+        first, last = address // self.page_bytes, (address + size - 1) // self.page_bytes
+        pages = max(0, last - first - 1)  # those between its first and its last are its own
+        for page in {first, last}:
+            self._blocks_on[page] += change
+            pages += self._blocks_on[page] == (change > 0)
+        return change * pages
+
 
 class CachingAllocator:
     """The state of the allocator of one device of unlimited size; bytes allocated and reserved as ``torch.cuda`` says.
 
-    With ``expandable_segments`` each pool has one segment that grows by pages (2 MiB in the small pool, 20 MiB in the
-    large one). Its address space is unlimited here; PyTorch's is 9/8 of the device.
+    With ``expandable_segments`` each pool has one segment that grows by pages. A full device gets back those without a
+    live block, so ``least_reserved_bytes`` suffice. Addresses are unlimited here; PyTorch has 9/8 of the device.
     """
 
     def __init__(self, expandable_segments: bool = False) -> None:
         self.expandable_segments = expandable_segments
-        self.allocated_bytes = self.reserved_bytes = 0
-        # The pools begin so far apart that their addresses never meet.
-        self._pools = {True: _Pool(SMALL_SEGMENT_BYTES, end=0), False: _Pool(LARGE_SEGMENT_BYTES, end=1 << 60)}
+        self.allocated_bytes = self.reserved_bytes = self.least_reserved_bytes = self._paged_bytes = 0
+        # The pools begin so far apart that their addresses never meet, and with a whole page.
+        self._pools = {True: _Pool(SMALL_SEGMENT_BYTES, end=0), False: _Pool(LARGE_SEGMENT_BYTES, end=20 << 56)}
         self._live: dict[int, tuple[_Pool, int, int]] = {}  # pool, address and size
 
     def allocate(self, key: int, size_bytes: int) -> None:
@@ -92,12 +103,15 @@ class CachingAllocator:
             found = size
         self._live[key] = pool, address, found
         self.allocated_bytes += found
+        self._paged_bytes += pool.pages_changed(address, found, 1) * pool.page_bytes
+        self.least_reserved_bytes = max(self.least_reserved_bytes, self._paged_bytes)
 
     def free(self, key: int) -> None:
         """Returns the block of ``key`` to its pool; unknown keys are ignored."""
         if key in self._live:
             pool, address, size = self._live.pop(key)
             self.allocated_bytes -= size
+            self._paged_bytes += pool.pages_changed(address, size, -1) * pool.page_bytes
             pool.add(address, size)
 
 

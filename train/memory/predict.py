@@ -85,6 +85,7 @@ class Prediction:
     prediction_seconds: float
     notes: tuple[str, ...] = ()
     offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers
+    least_reserved_bytes: int = 0  # of a full device, on which the allocator gives back whatever lies unused
 
 
 class CannotStandInError(UserError):

@@ -80,8 +80,7 @@ def predict(job: Job) -> Prediction:
                 evaluated = evaluated.to(run.accelerator.device)
                 model(evaluated.inputs, evaluated.labels, scored=True)
 
-        peak, grows = tracker.peak, uses_expandable_segments()
-        reserved = replay(tracker.trace, grows).reserved_bytes if tracker.trace is not None else peak.num_bytes
+        peak, (reserved, least_reserved) = tracker.peak, _reserved_bytes(tracker)
         return Prediction(
             peak_bytes=peak.num_bytes,
             phase=peak.phase,
@@ -89,6 +88,7 @@ def predict(job: Job) -> Prediction:
             bytes_by_kind=peak.bytes_by_kind,
             peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
             reserved_bytes=reserved,
+            least_reserved_bytes=least_reserved,
             num_parameters=num_parameters,
             num_trained_parameters=num_trained,
             attention_kernels=tuple(sorted(kernels_used)),
@@ -98,6 +98,14 @@ def predict(job: Job) -> Prediction:
             notes=tuple(notes),
             offloaded_bytes=tracker.offloaded_bytes,
         )
+
+
+def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
+    """What the caching allocator comes to hold, and with how much it would do on a full card."""
+    if tracker.trace is None:
+        return tracker.peak.num_bytes, tracker.peak.num_bytes
+    allocator = replay(tracker.trace, grows := uses_expandable_segments())
+    return allocator.reserved_bytes, allocator.least_reserved_bytes if grows else allocator.reserved_bytes
 
 
 def _known(job: Job) -> tuple[Config, list[str]]:
@@ -153,8 +161,7 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
 class EightBitState(torch.optim.Optimizer):
     """Stands in for bitsandbytes' AdamW8bit, whose kernels need data: makes the state that it keeps, changes nothing.
 
-    On a card the real kernels need no other memory. Its CPU kernels take about 20 bytes per element of the parameter at
-    work, which is not counted.
+    On a card its kernels need no other memory; on a CPU some 20 bytes an element of one parameter, not counted.
     """
 
     @torch.no_grad()
