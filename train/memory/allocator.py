@@ -85,8 +85,7 @@ class CachingAllocator:
         if size_bytes == 0:
             return
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
-        small = size <= SMALL_REQUEST_BYTES
-        pool = self._pools[small]
+        pool = self._pools[small := size <= SMALL_REQUEST_BYTES]
         if not pool.free or pool.free[-1][0] < size:  # the last is the largest: more is taken from the device
             if self.expandable_segments:  # more pages for the only segment
                 taken, gap = rounded_up(size - pool.size_before.get(pool.end, 0), pool.page_bytes), 0

@@ -70,7 +70,11 @@ def _install_tables(kind: str) -> None:
             answers[:_DEVICE_COUNT], answers[_DEVICE_COUNT] = [device] * _DEVICE_COUNT, one
         table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*answers)
         guard = (ctypes.c_void_p * 4)(ctypes.addressof(table))
-        _kept.extend([table, guard])
+        # Each of these is several operators where the device has no kernel for it. Fake tensors never call the kernel.
+        kernels = torch.library.Library("aten", "IMPL")
+        for name in ("silu_backward", "mish_backward", "_fused_rms_norm"):
+            kernels.impl(name, lambda *_: None, kind)
+        _kept.extend([table, guard, kernels])
         register = _library("c10")._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
         register(ctypes.c_int8(_NUMBERS[kind]), ctypes.c_void_p(ctypes.addressof(guard)))
     if kind == "CUDA":

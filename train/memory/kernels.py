@@ -84,10 +84,8 @@ class Costs:
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         self.add(flops, traffic, outputs[0].dtype, repeats, reached)
 
-    def add(
-        self, flops: float, traffic: float, dtype: torch.dtype, repeats: int = 1, reached: float = REACHED_FLOPS
-    ) -> None:
-        """Adds a kernel that computes in ``dtype`` and moves ``traffic`` bytes, ``repeats`` times."""
+    def add(self, flops: float, traffic: float, dtype: torch.dtype, repeats: int, reached: float) -> None:
+        """Adds a kernel ``repeats`` times: in ``dtype`` at a share of its rate, moving ``traffic`` bytes."""
         rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
         computing, moving = flops / (rate * reached), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
         self.flops += flops * repeats
@@ -330,4 +328,4 @@ def _count_products(costs: Costs | None, hidden: Tensor, weight: Tensor, number:
     """Adds ``number`` products of hidden states (N, H) and weight (V, H), which read both and write one of them."""
     if costs is not None:
         traffic = (2 * hidden.numel() + 2 * weight.numel()) * hidden.element_size()
-        costs.add(2 * len(weight) * hidden.numel(), traffic, hidden.dtype, number)
+        costs.add(2 * len(weight) * hidden.numel(), traffic, hidden.dtype, number, REACHED_FLOPS)
