@@ -52,6 +52,8 @@ class Options(harness.Options):
     without one."""
     cap_gib: float | None = None
     """Hold the card to the memory of a smaller one, the driver's part included."""
+    full_card: bool = False
+    """Predict also what a full card trains, of which nothing is left free."""
     length: int | None = None
     """Search nothing: one step of each rung at this length."""
     budget_seconds: int = 420
@@ -72,11 +74,12 @@ class Options(harness.Options):
         return not self.rungs or rung.name in self.rungs
 
 
-def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: int) -> dict[str, Any]:
+def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: int, full_card: bool) -> dict[str, Any]:
     """The predicted figures of one rung."""
     longest = predicted_longest(rung, device, predictions, near)
     row: dict[str, Any] = {"model": rung.model, "rung": rung.name, "settings": rung.settings, "length": longest}
-    row["full_length"] = predicted_longest(rung, device, predictions, longest or near, on_full_card=True)
+    if full_card:
+        row["full_length"] = predicted_longest(rung, device, predictions, longest or near, on_full_card=True)
     outcome = outcome_at(rung, device, longest or 1024, predictions)
     row |= {
         "needed_bytes": outcome.needed_bytes,
@@ -99,7 +102,7 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
             for rung in (rung for rung in ladder if options.takes(rung)):
                 near = committed.get((model, rung.name)) or near
                 try:
-                    rows.append(predicted_row(rung, device, predictions, near))
+                    rows.append(predicted_row(rung, device, predictions, near, options.full_card))
                     near = rows[-1]["length"] or near
                 except UserError as error:
                     rows.append({"model": model, "rung": rung.name, "settings": rung.settings, "error": str(error)})
