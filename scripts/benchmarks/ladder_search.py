@@ -369,30 +369,18 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 BRACKETS = harness.Table(
-    (
-        "model",
-        "rung, with those above it",
-        "predicted, tokens",
-        "trained",
-        "ran out of memory",
-        "peak, GiB",
-        "predicted",
-    ),
-    "llrrrrr",
+    ("model", "rung, with those above it", "trained, tokens", "ran out of memory", "peak, GiB", "predicted"), "llrrrr"
 )
 
 
 def bracket_cells(tries: Sequence[dict[str, Any]]) -> list[str]:
-    """A rung's longest sequence as predicted, and what was found around it."""
+    """The longest sequence that trained with a rung, and the shortest that ran out of memory."""
     trained = [row for row in tries if row["outcome"] == "ok"]
     best = max(trained, key=lambda row: row["length"]) if trained else tries[-1]
     model, rung, length, outcome, *_, peak, predicted_peak = cells(best)
     ran_out = min((row["length"] for row in tries if row["outcome"] == "oom"), default=None)
-    guess = tries[0]["predicted_longest"]
-    return [
-        *(model, rung, f"{guess:,}" if guess else "none", length if trained else outcome),
-        *("" if ran_out is None else f"{ran_out:,}", peak, predicted_peak),
-    ]
+    longest = length if trained else outcome
+    return [model, rung, longest, "" if ran_out is None else f"{ran_out:,}", peak, predicted_peak]
 
 
 def main() -> None:
