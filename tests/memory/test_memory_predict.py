@@ -492,6 +492,30 @@ def test_a_torch_of_another_layout_is_said_plainly(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac has the other kind of device")
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_what_is_one_kernel_on_a_card_is_one_operator_without_it(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "operators.py").write_text(
+        "import torch, torch.nn.functional as F\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "from train.memory import fake_cuda\n"
+        "class Names(TorchDispatchMode):\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
+        "        print(func.overloadpacket.__name__)\n"
+        "        return func(*args, **(kwargs or {}))\n"
+        f"fake_cuda.install({kind!r}, (9, 0))\n"
+        "with FakeTensorMode(), Names():\n"
+        f"    hidden = torch.empty(4, 8, device={kind!r}, requires_grad=True)\n"
+        "    F.rms_norm(F.mish(F.silu(hidden)), (8,)).backward(torch.empty_like(hidden))\n"
+    )
+    done = script([tmp_path / "operators.py"], 1, {**os.environ})
+    names = done.stdout.split()
+    for name in ("silu", "silu_backward", "mish", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward"):
+        assert names.count(name) == 1, (name, done.stdout + done.stderr)
+    assert not {"sigmoid", "pow", "tanh"} & set(names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has the other kind of device")
 def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_card(tmp_path: Path) -> None:
     """Torch's core stops where it sees both kinds of device."""
     with_a_card = (
