@@ -308,6 +308,39 @@ def test_the_longest_sequences_are_those_of_the_results() -> None:
     assert f"{last['host_bytes'] / 2**30:.0f} GiB at the last figure" in words_of(page)
 
 
+def test_what_24_gib_trained_is_that_of_the_results() -> None:
+    folder = ROOT / "docs" / "results"
+    planned = json.loads((folder / "ladder-predicted-h200-held-to-24-gib.json").read_text(encoding="utf-8"))
+    plans = {(row["model"], row["rung"]): row for row in planned["rows"]}
+    tries = json.loads((folder / "ladder-nvidia-h200-held-to-24-gib.json").read_text(encoding="utf-8"))["tries"]
+    by_outcome: dict[tuple[str, str, str], list[int]] = {}
+    for row in tries:
+        by_outcome.setdefault((row["model"], row["rung"], row["outcome"]), []).append(row["length"])
+        if row["outcome"] == "oom":  # no plan says that it fits
+            assert row["length"] > plans[row["model"], row["rung"].replace("Trainer's default", "nothing")]["length"]
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    after = page.split("## Measured on 24 GiB")[1].split("## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in after.splitlines() if line.startswith("| ")][2:]
+    assert len(lines) == len({(row["model"], row["rung"]) for row in tries}) == 9
+    for model, name, *cells in lines:
+        rung = name.replace(" of the optimizer", "")
+        plan = plans[model.lower(), rung.replace("Trainer's default", "nothing")]
+        trained, ran_out = (by_outcome.get((model.lower(), rung, outcome), []) for outcome in ("ok", "oom"))
+        found = (plan["length"], plan["full_length"], max(trained), min(ran_out, default=None))
+        assert cells == [f"{length:,}" if length else "not tried" for length in found], name
+    [step] = [row for row in tries if row["model"] == "8b" and row["outcome"] == "ok"]
+    assert abs(step["peak_bytes"] - step["predicted_peak_bytes"]) < 1024
+    took = f"{step['seconds']:.0f} s and {gib(step['peak_bytes'])}"
+    said = f"on {step['length']:,} tokens took {took}, predicted to the kilobyte"
+    assert said in words_of(after)
+    readme = words_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    rows = result("long_sequence")["results"]
+    time = rows["+ compiled"]["time_ratio"]["median"]
+    memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
+    assert f"by QLoRA on {step['length']:,} tokens in 24 GiB" in readme
+    assert f"32,768 tokens at {time:.2f} × the time and {memory:.2f} × the memory of transformers' Trainer" in readme
+
+
 def test_tables_of_a_card_are_those_of_its_results() -> None:
     """Each row of a page's table of an H200 is one of the page that the benchmark wrote, perhaps under another name."""
     tables = {
