@@ -86,7 +86,7 @@ class Download:
     folder: Path
     """Of the wheels."""
     packages: tuple[str, ...] = ()
-    """Further ones: bitsandbytes (60 MB) adds QLoRA and 8-bit optimizers."""
+    """Further ones: bitsandbytes (43 MB) adds QLoRA and 8-bit optimizers."""
 
     def command(self) -> list[str]:
         """pip's, for x86-64 Linux; versions are those of constraints.txt."""
@@ -188,6 +188,10 @@ def pieces() -> list[Piece]:
               ("scripts/study.py", "sweep", "--lengths", "32", "--micro_batch_sizes", "1", "--techniques", "baseline",
                "--model_config", small_shape, "--tokenizer", "bytes", "--output", "{folder}/sweep",
                "--budget_gib", "1", "--steps", "1"), resumes=True, cap_gib=CAP_GIB),
+        Piece("qlora_24", f"the longest sequence of 8B by QLoRA on {CAP_GIB} GiB", 0,
+              script("ladder", "--no_speed", "--model", "8b", "--rungs", "QLoRA instead",
+                     "--budget_seconds", "{seconds}"),
+              resumes=True, packages=("bitsandbytes",), cap_gib=CAP_GIB, if_held=("--cap_gib", str(CAP_GIB))),
         Piece("rungs_8b", "8B at 65,536 tokens with each rung", 0,
               script("ladder", "--model", "8b", "--length", "65536", "--budget_seconds", "{seconds}"), resumes=True),
         Piece("listops", "Long Range Arena's ListOps, 5,000 steps: its accuracy", 0,
