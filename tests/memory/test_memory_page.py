@@ -330,15 +330,19 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
         assert cells == [f"{length:,}" if length else "not tried" for length in found], name
     [step] = [row for row in tries if row["model"] == "8b" and row["outcome"] == "ok"]
     assert abs(step["peak_bytes"] - step["predicted_peak_bytes"]) < 1024
-    took = f"{step['seconds']:.0f} s and {gib(step['peak_bytes'])}"
-    said = f"on {step['length']:,} tokens took {took}, predicted to the kilobyte"
+    took = f"{step['seconds']:.0f} s and {gib(step['peak_bytes'])} of tensors"
+    said = f"on {step['length']:,} tokens took {took}, predicted to the kilobyte, and by plan "
+    said += f"{step['predicted_host_bytes'] / 2**30:.0f} GiB of host memory"
     assert said in words_of(after)
     readme = words_of((ROOT / "README.md").read_text(encoding="utf-8"))
     rows = result("long_sequence")["results"]
     time = rows["+ compiled"]["time_ratio"]["median"]
     memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
-    assert f"by QLoRA on {step['length']:,} tokens in 24 GiB" in readme
-    assert f"32,768 tokens at {time:.2f} × the time and {memory:.2f} × the memory of transformers' Trainer" in readme
+    assert f"by QLoRA on {step['length']:,} tokens [held to 24 GiB]" in readme
+    assert f"32,768 tokens at [{time:.2f} × the time and {memory:.2f} × the memory of transformers' Trainer]" in readme
+    liger = rows["Trainer, Liger"]
+    time, memory = liger["time_ratio"]["median"], liger["peak_bytes"] / rows["Trainer"]["peak_bytes"]
+    assert f"({time:.2f} × and {memory:.2f} × with Liger's kernels)" in readme
 
 
 def test_tables_of_a_card_are_those_of_its_results() -> None:
