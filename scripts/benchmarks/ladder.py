@@ -114,7 +114,7 @@ TABLE = harness.Table(
     ("model", "rung, with those above it", "longest, tokens", "full card", "host memory, GiB", "tokens/s, estimated"),
     "llrrrr",
 )
-WITHOUT_FULL = harness.Table(TABLE.titles[:3] + TABLE.titles[4:], "llrrr")
+WITHOUT_FULL = harness.Table([*TABLE.titles[:3], *TABLE.titles[4:]], "llrrr")
 
 
 def cells(row: dict[str, Any]) -> list[str]:

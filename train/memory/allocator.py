@@ -1,9 +1,8 @@
 """What a trace of allocations makes PyTorch reserve: a model of its CUDA caching allocator.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (read in 2026, torch 2.13) with its default settings:
-memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed. Left out: streams (a
-freed block is free at once) and CUDA graphs. Addresses decide between free blocks of one size; here later segments lie
-at higher addresses, which the driver does not promise.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13) with default settings: memory is taken from
+the device in *segments*, cut into *blocks*, and kept when blocks are freed. Left out: streams (a freed block is free at
+once) and CUDA graphs. Of equal blocks the lower is taken; that later segments lie higher, the driver does not promise.
 """
 
 from __future__ import annotations

@@ -102,9 +102,10 @@ def predict(job: Job) -> Prediction:
 
 def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
     """What the caching allocator comes to hold, and with how much it would do on a full card."""
-    allocator = replay(tracker.trace or (), grows := uses_expandable_segments())
-    reserved, least = allocator.reserved_bytes, allocator.least_reserved_bytes
-    return (tracker.peak.num_bytes,) * 2 if tracker.trace is None else (reserved, least if grows else reserved)
+    if tracker.trace is None:
+        return tracker.peak.num_bytes, tracker.peak.num_bytes
+    allocator = replay(tracker.trace, grows := uses_expandable_segments())
+    return allocator.reserved_bytes, allocator.least_reserved_bytes if grows else allocator.reserved_bytes
 
 
 def _known(job: Job) -> tuple[Config, list[str]]:
