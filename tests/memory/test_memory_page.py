@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -161,12 +162,16 @@ def loss_and_precision(case: Job) -> str:
     return f"loss {case.values['loss']}, {case.values['mixed_precision']}"
 
 
+@pytest.fixture(scope="module")
+def predictor() -> Iterator[Predictor]:
+    with Predictor() as started:
+        yield started
+
+
 @pytest.mark.parametrize("case", comparable_cases(), ids=title)
-def test_any_machine_predicts_what_a_card_measured(case: Job) -> None:
+def test_any_machine_predicts_what_a_card_measured(case: Job, predictor: Predictor) -> None:
     [row] = [row for row in result("memory_accuracy")["rows"] if row["case"] == title(case)]
-    with Predictor() as predictor:
-        predicted_bytes = predictor.predict(case).peak_bytes
-    assert predicted_bytes == pytest.approx(row["measured_bytes"], rel=3e-4)
+    assert predictor.predict(case).peak_bytes == pytest.approx(row["measured_bytes"], rel=3e-4)
 
 
 @pytest.mark.slow
