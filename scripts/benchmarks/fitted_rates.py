@@ -1,6 +1,6 @@
 """The shares of published rates that real kernels reach, fitted to the steps that were timed on a card.
 
-    python scripts/benchmarks/fitted_rates.py          # a minute, on any machine; prints, changes nothing
+    python scripts/benchmarks/fitted_rates.py          # some minutes, on any machine; prints, changes nothing
 
 Reads docs/results/memory_accuracy-nvidia-h200.json. Each of its steps in half precision is predicted once, operator by
 operator; a grid over the shares then finds those with which estimates are closest to what was measured (least squares
@@ -46,9 +46,7 @@ def timed_steps() -> list[Step]:
     timed = {row["case"]: row["seconds"] for row in rows if row.get("seconds")}
     operators: list[tuple[bool, float, float, int]] = []
 
-    def add(
-        self: kernels.Costs, flops: float, traffic: float, dtype: Any, repeats: int = 1, reached: float = 0.0
-    ) -> None:
+    def add(self: kernels.Costs, flops: float, traffic: float, dtype: Any, repeats: int, reached: float) -> None:
         rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
         is_attention = reached == kernels.REACHED_ATTENTION_FLOPS
         operators.append((is_attention, flops / rate, traffic / self.bytes_per_second, repeats))
@@ -77,6 +75,15 @@ def distance(steps: Sequence[Step], shares: Sequence[float]) -> float:
     return statistics.fmean(math.log(step.seconds / estimated(step, shares)) ** 2 for step in steps)
 
 
+def best_shares(steps: Sequence[Step], start: Sequence[float]) -> Sequence[float]:
+    """Those of the grid with the least distance: one pair after the other, around the best so far."""
+    best, grids = start, (PRODUCTS, ATTENTION, BANDWIDTH, LAUNCH_SECONDS)
+    for places in ((0, 1), (2, 3), (0, 2)) * 3:
+        tried = product(*(grid if place in places else [best[place]] for place, grid in enumerate(grids)))
+        best = min(tried, key=lambda shares: distance(steps, shares))
+    return best
+
+
 def main() -> int:
     """Prints the ratios with the shares in use and with the best of the grid."""
     building.use_expandable_segments()
@@ -85,11 +92,7 @@ def main() -> int:
 
     steps = timed_steps()
     in_use = (kernels.REACHED_FLOPS, kernels.REACHED_ATTENTION_FLOPS, kernels.REACHED_BANDWIDTH, kernels.LAUNCH_SECONDS)
-    best, grids = in_use, (PRODUCTS, ATTENTION, BANDWIDTH, LAUNCH_SECONDS)
-    for _ in range(3):  # one pair of shares after the other, around the best so far
-        for places in ((0, 1), (2, 3), (0, 2)):
-            tried = product(*(grid if place in places else [best[place]] for place, grid in enumerate(grids)))
-            best = min(tried, key=lambda shares: distance(steps, shares))
+    best = best_shares(steps, in_use)
     table = harness.Table(("step", "measured, s", "÷ estimated, in use", "÷ estimated, best"), "lrrr")
     rows = [
         (step.case, f"{step.seconds:.3f}", *(f"{step.seconds / estimated(step, each):.2f}" for each in (in_use, best)))

@@ -182,6 +182,7 @@ def main() -> int:
         print("No CUDA device here: the ladder is predicted, for an H200. --device names another card.", flush=True)
     found: dict[str, Any] = harness.about()
     try:
+        ladder_search.check_names(options.rungs)
         device = this_device() if on_card else find_device(options.device or "h200")
         found["device"] = device.name
         if options.cap_gib is not None:

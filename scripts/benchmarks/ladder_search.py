@@ -30,6 +30,7 @@ from train.memory.devices import Device
 from train.memory.plan import Outcome, Predictions, predicted
 from train.memory.predict import Job, Predictor
 from train.memory.question import Question, replace_length, target_of
+from train.records import UsageError
 
 HOST_MARGIN_BYTES = 8 * 2**30
 """Of host memory, for the process itself."""
@@ -322,6 +323,14 @@ def speed_settings(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("selective checkpointing", {**base, "gradient_checkpointing": "selective"}),
         ("full checkpointing", {**base, "gradient_checkpointing": "full"}),
     ]
+
+
+def check_names(rungs: Sequence[str]) -> None:
+    """Raises UsageError where no model has a rung, or a setting whose speed is measured, of one of these names."""
+    named = [(rung.name, rung.settings) for model in NAMES for rung in rungs_of(model, with_qlora=True)]
+    known = dict([(TRAINER, {}), *named, *speed_settings("1b")])
+    if unknown := [name for name in rungs if name not in known]:
+        raise UsageError(f"--rungs: there is no {', '.join(unknown)}. There are {', '.join(known)}.")
 
 
 TABLE = harness.Table(

@@ -306,6 +306,48 @@ def test_a_capped_ladder_is_predicted_and_its_page_made_again(
     assert ladder.main() == 2 and "--cap_gib 24" in capsys.readouterr().err
 
 
+def test_only_the_rungs_that_are_named_are_tried_and_shown_with_what_ran_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_, **__: 100 * 1024)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
+    monkeypatch.setattr(
+        ladder_search, "tried_apart", lambda job, *_: {"outcome": "ok" if job.length <= 100 * 1024 else "oom"}
+    )
+    results, wanted = ladder_search.Results(None), ladder.Options(rungs=("tiled MLP",))
+    search = ladder_search.Search(find_device("h200"), results, {}, takes=wanted.takes)
+    monkeypatch.setattr(search, "_committed", {})
+    assert search.longest(["0.5b", "1b"])
+    assert {(row["model"], row["rung"]) for row in results.tries} == {("0.5b", "tiled MLP"), ("1b", "tiled MLP")}
+    ran_out = min(row["length"] for row in results.tries if row["outcome"] == "oom")
+    shown = "\n".join(ladder_search.tables(results.tries))
+    assert shown.count(f"| tiled MLP | 102,400 | {ran_out:,} |") == 2
+    monkeypatch.setattr("sys.argv", ["ladder.py", "--device", "h100", "--rungs", "tiled", "fast"])
+    assert ladder.main() == 2
+    assert "error: --rungs: there is no tiled. There are Trainer's default, nothing, " in capsys.readouterr().err
+
+
+def test_what_a_full_card_trains_leaves_nothing_free_and_starts_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = building.held_to(find_device("h100"), 24)
+
+    def outcome(rung: rungs.Rung, device: Any, length: int, predictions: Any) -> Any:
+        reserved = length * 2**20  # a tenth of it unused
+        prediction = SimpleNamespace(reserved_bytes=reserved, least_reserved_bytes=reserved - reserved // 10)
+        return SimpleNamespace(prediction=prediction, needed_bytes=reserved)
+
+    monkeypatch.setattr(rungs, "outcome_at", outcome)
+    rung: Any = rungs.rungs_of("0.5b")[0]
+    gib_lengths = [rungs.predicted_longest(rung, held, None, on_full_card=full) for full in (False, True)]  # pyright: ignore
+    assert gib_lengths == [23 * 1024, 26 * 1024]  # of 23.5 GiB, and of 24 of which a tenth more can be used
+    row = {"model": "0.5b", "rung": "nothing", "length": 4096, "full_length": 5120}
+    (tmp_path / "ladder-predicted-x.json").write_text(
+        json.dumps({"device": "h100", "total_bytes": 24 * 2**30, "rows": [row]})
+    )
+    assert rungs.committed_lengths(held, tmp_path) == {("0.5b", "nothing"): 5120}
+
+
 def test_a_card_without_bf16_takes_fp16() -> None:
     bf16 = rungs.Rung("0.5b", "all", {**rungs.NOTHING, "dtype": "bfloat16"})
     config = rungs.question_of(bf16, find_device("t4"), 4096).config
