@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import datasets
 import datasets.config
-import numpy as np
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
@@ -188,34 +187,6 @@ def test_bytes_are_looked_up_as_the_tokenizer_itself_gives_them() -> None:
     marks = ["<|end|>", "a<|mask|>b<|pad|><|end|", "<|<|end|>|>"]
     texts = [*UNICODE, *marks, "".join(map(chr, range(0x800))) * 3]
     assert list(task.token_ids(texts, tokenizer)) == [ids_of(tokenizer, text) for text in texts]
-
-
-ALPHABETS = ["".join(map(chr, range(128))), " \t\n\r\x0b\x0c\x1c'stredvmlMS.,09<|>", " \n'<|end|>aé9٣\u2028\u00a0🤗"]
-
-
-@pytest.mark.parametrize("alphabet", ALPHABETS)
-def test_words_are_looked_up_as_the_trained_tokenizer_itself_gives_them(
-    alphabet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = np.random.default_rng(0)
-    texts = [*UNICODE, "", "we'll'd\n\n  <|end|>\n it's", "<|end|>", "a<|mask|>b<|pad|><|end|", "<|<|end|>|>"]
-    texts += ["".join(random.choice(list(alphabet), size)) for size in range(1, 400)]
-    tokenizer, task = tokenizer_of("train:400", texts), causal_lm.Task(configured())
-    found = list(task.token_ids(texts, tokenizer))
-    assert found == [ids_of(tokenizer, text) for text in texts]
-    monkeypatch.setattr(own_tokenizers, "MOST_WORDS", 0)  # nothing more is kept
-    assert list(task.token_ids([text + "\nnew " for text in texts], tokenizer)) == [
-        ids_of(tokenizer, text + "\nnew ") for text in texts
-    ]
-
-
-def test_words_that_were_met_are_not_tokenised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, task = tokenizer_of("train:300", ["a rose is a rose"]), causal_lm.Task(configured())
-    words = tokenizer.ids_of.__self__  # pyright: ignore
-    list(task.token_ids(["a rose is a rose"], tokenizer))
-    assert set(words) == {"a", " rose", " is", " a"}
-    words[" rose"] = [7]
-    assert list(task.token_ids(["a rose"], tokenizer)) == [[*ids_of(tokenizer, "a"), 7]]
 
 
 def test_many_unknown_tokens_are_warned_of() -> None:

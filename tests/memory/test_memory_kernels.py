@@ -253,13 +253,14 @@ def test_the_kernel_is_the_one_that_torch_chooses_on_this_card() -> None:
     assert not wrong
 
 
-def test_buffers_of_a_backward_by_cudnn_are_those_that_a_card_has_shown() -> None:
-    """Measured where they are most of the peak; predicted then without dk and dv of each query head."""
+def test_buffers_of_a_backward_by_cudnn_are_those_that_a_card_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, of all heads at once, where they are most of the peak; predicted then without dk and dv of each."""
+    monkeypatch.setattr(kernels.by_heads, "BUFFER_BYTES", 2**62)
     ladder = json.loads((ROOT / "docs" / "results" / "ladder-nvidia-h200.json").read_text())
     row = next(row for row in ladder["tries"] if row["rung"] == "update in backward")
     query, key = (torch.empty(1, heads, row["length"], 64, dtype=BF16, device="meta") for heads in (14, 2))
     func: Any = SimpleNamespace(_schema=SimpleNamespace(name="aten::_scaled_dot_product_cudnn_attention_backward"))
-    known = kernels.temporary_bytes(func, (None, query, key), None)
+    known = kernels.temporary_bytes(func, (None, query, key, *[None] * 10, 0.0), None)
     assert known == [14 * row["length"] * 4, 14 * row["length"] * 64 * 4, *[14 * row["length"] * 64 * 2] * 2]
     missing = row["peak_bytes"] - row["predicted_peak_bytes"] - sum(known[2:])
     assert 0 <= missing < 0.001 * row["peak_bytes"]

@@ -350,6 +350,22 @@ def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_
     assert predictor.predict(replace(packed, target=turing, values=values)).attention_kernels == ("efficient",)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_long_sequences_take_buffers_of_some_heads_at_a_time(packing: bool, predictor: Predictors) -> None:
+    """With one head of keys, which cannot be divided, attention's backward pass holds the buffers of all."""
+    shape = {**LLAMA, "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 1, "vocab_size": 300}
+    settings: dict[str, Any] = {"length": 2**18, "loss": "chunked", "dtype": "bfloat16", "packing": packing}
+    settings |= {"gradient_checkpointing": "full", "tiled_mlp": True}
+    whole, divided = (
+        predictor.predict(job({**shape, "num_key_value_heads": heads}, H100, **settings)) for heads in (1, 4)
+    )
+    buffers = 2 * 2**18 * 1024 * (4 + 2 + 2)  # dq in fp32, dk and dv of each of the 16 heads
+    assert whole.operator.split(".")[1].endswith("_backward")
+    assert whole.peak_bytes - divided.peak_bytes > buffers / 4  # though its keys and values take more
+    own = job({**shape, "num_key_value_heads": 4}, H100, **settings, attn_implementation="flash_attention_2")
+    assert packing or predictor.predict(own).peak_bytes - divided.peak_bytes > buffers / 2  # its package takes all
+
+
 def test_techniques_save_what_they_should(predictor: Predictors) -> None:
     def peak(**settings: Any) -> int:
         sized = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 9000}

@@ -11,6 +11,7 @@ Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
 
 
 attention, fused = module_of("long_sequences", "attention"), module_of("losses", "fused")
+by_heads = module_of("long_sequences", "heads")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -149,11 +151,12 @@ def _cudnn_takes(sizes: tuple[int, int], capability: tuple[int, int], trains: bo
 
 
 @contextmanager
-def card_attention(card: Target) -> Iterator[set[str]]:
+def card_attention(card: Target, asked: str | None = None) -> Iterator[set[str]]:
     """Inside it, ``scaled_dot_product_attention`` calls the kernel that would run on the card; yields those that ran.
 
-    A plain replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither
-    a function mode nor ``sdpa_kernel`` reaches, and without a card torch's own choice is always math.
+    Packages of their own, ``asked`` for instead of sdpa, have operators that take all heads at once. A plain
+    replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither a function
+    mode nor ``sdpa_kernel`` reaches, and without a card torch's own choice is always math.
     """
     original, all_at_once = F.scaled_dot_product_attention, getattr(attention, "_attend_at_once", lambda *args: None)
     used: set[str] = set()
@@ -191,7 +194,11 @@ def card_attention(card: Target) -> Iterator[set[str]]:
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return run(query, key, value, *own, dropout_p, is_causal, scale=scale)[0][..., :value_size]
 
-    with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
+    with (
+        patch.object(F, "scaled_dot_product_attention", attend),
+        patched(attention, "_attend_at_once", attend_at_once),
+        patched(by_heads if asked not in (None, "sdpa") else None, "BUFFER_BYTES", sys.maxsize),
+    ):
         yield used
 
 
@@ -209,10 +216,12 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         # a processor without bf16 arithmetic sums in fp32 first
         sums_apart = result.dtype == torch.bfloat16 and not cpu_has_fast_bf16()
         return [result.numel() * 4 + 128] if sums_apart else []
-    if name in [f"aten::_scaled_dot_product_{kernel}_attention_backward" for kernel in ("flash", "cudnn")]:
-        return _flash_backward(args[1], args[2])
     if name == "torch_attn::_varlen_attn_backward":
-        return _flash_backward(args[1], args[2], num_documents=args[6].numel() - 1)
+        return _flash_backward(args[1], args[2], documents=args[6].numel() - 1)
+    if name == "aten::_scaled_dot_product_flash_attention_backward":
+        return _flash_backward(args[1], args[2], divides=not args[10])
+    if name == "aten::_scaled_dot_product_cudnn_attention_backward":  # bias and dropout
+        return _flash_backward(args[1], args[2], divides=args[8] is None and not args[13], copies=0)
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
         batch, heads, length, head_size = query.shape
@@ -230,16 +239,22 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     return []
 
 
-def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[int]:
+def _flash_backward(query: Tensor, key: Tensor, documents: int = 0, divides: bool = True, copies: int = 2) -> list[int]:
     """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them.
 
     For (B, H, S, D) and (B, H', S', D); or documents end to end, (T, H, D) and (T', H', D), each with 128 tokens spare.
+    Where some heads are taken at a time, those of these alone, and their gradients; flash copies output and gradient.
     """
-    heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
-    rows = len(query) + 128 * num_documents if num_documents else len(query) * rounded_up(query.shape[2], 128)
-    buffers = [rows * heads * 4, rows * heads * rounded_up(head_size, 32 if head_size <= 128 else 64) * 4]
+    heads, key_heads, head_size, size = query.shape[1], key.shape[1], query.shape[-1], query.element_size()
+    at_once = by_heads.heads_at_once(query.numel(), heads, key_heads, size) if divides and by_heads else key_heads
+    some = heads // key_heads * at_once
+    rows = len(query) + 128 * documents if documents else len(query) * rounded_up(query.shape[2], 128)
+    buffers = [rows * some * 4, rows * some * rounded_up(head_size, 32 if head_size <= 128 else 64) * 4]
+    per_query, per_key = query.numel() // heads * size, key.numel() // key_heads * size
     if key_heads != heads:
-        buffers += [key.numel() // key_heads * heads * query.element_size()] * 2
+        buffers += [per_key * some] * 2
+    if at_once < key_heads:
+        buffers += [per_query * some] * (1 + copies) + [per_key * at_once] * 2
     return buffers
 
 

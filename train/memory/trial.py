@@ -60,7 +60,7 @@ def predict(job: Job) -> Prediction:
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_pieces(tracker))
         stack.enter_context(library_losses(job.target.capability, costs))
-        kernels_used = stack.enter_context(card_attention(job.target))
+        kernels_used = stack.enter_context(card_attention(job.target, job.values["attn_implementation"]))
         with patch.object(tracker, "paused", True):  # on the device only the step's own copies count
             batch, shown = random_batch(job, job.micro_batch_size), replace(job, length=job.eval_length or job.length)
             evaluated = random_batch(shown, job.eval_batch_size or 1)

@@ -164,6 +164,32 @@ def test_inputs_of_earlier_layers_are_let_go_in_forward_and_brought_back_one_ahe
     assert alive[-1] == ("after", [])
 
 
+def test_a_large_input_comes_back_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "MAX_AHEAD_BYTES", 2 * 100 * 16 * 8 - 1)
+    expected = step(built(DEEP).double())[1]
+    model, transfers = built(DEEP).double(), LazyCopies()
+    offloaded(model, transfers)
+    assert_same(step(model)[1], expected)
+    assert transfers.log[-7:] == ["wait 4", *(word for event in (5, 6, 7) for word in ("in", f"wait {event}"))]
+
+
+def test_the_output_of_a_frozen_embedding_is_let_go_too() -> None:
+    model, transfers = built(DEEP).double(), LazyCopies()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    offloaded(model, transfers)
+    seen: list[StorageWeakRef] = []
+    layers: Any = model.base_model.layers
+    layers[0].register_forward_pre_hook(lambda m, args: seen.append(StorageWeakRef(args[0].untyped_storage())))
+    model.train()
+    inputs, labels = batch(100)
+    loss = ModelWithLoss(model)(inputs, labels)
+    assert transfers.log.count("out") == 4 and seen[0].expired()
+    loss.backward()
+    expected = step(built(DEEP).double())[1]
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_same(found, {name: expected[name] for name in found})
+
+
 def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() -> None:
     """Backward twice through one graph."""
     model, transfers = built(DEEP).double(), LazyCopies()

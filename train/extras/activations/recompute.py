@@ -22,6 +22,7 @@ from train.extras.host_memory import StreamTransfers
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
+MAX_AHEAD_BYTES = 2**29  # a larger one comes back when it is needed: its layer takes some hundred times as long
 # Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
 PIECE_BYTES = 8 * 2**20
 
@@ -46,6 +47,8 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             raise ValueError("it is not a transformers model")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
+    if hasattr(model, "disable_input_require_grads"):  # reentrant checkpoints alone need them; with a frozen embedding
+        model.disable_input_require_grads()  # pyright: ignore - autograd would keep its output as a leaf
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
@@ -63,13 +66,13 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
 class OffloadedInputs:
     """torch's ``checkpoint(function, *inputs)`` with inputs kept in host memory from a layer's forward to its backward.
 
-    Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
-    to all layers and stay; an input that several layers share (encoder states) is copied once.
+    Only the first, and positional tensors that need a gradient: hidden states. Masks, position embeddings and
+    parameters belong to all layers and stay; an input that several layers share (encoder states) is copied once.
 
-    The device holds at a time: in forward only the input of the current layer; in backward the inputs of the current
-    layer and of the next one to be recomputed. A tensor on the device is released only after the computing stream was
-    told to wait for the copy that reads it, and the target of a copy is allocated on the computing stream. So memory is
-    never reused too early, without ``record_stream``, whose effect depends on timing.
+    The device holds at a time: in forward only the input of the current layer; in backward that of the current layer
+    and, unless it is large, of the next one to be recomputed. A tensor on the device is released only after the
+    computing stream was told to wait for the copy that reads it, and the target of a copy is allocated on the computing
+    stream. So memory is never reused too early, without ``record_stream``, whose effect depends on timing.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -83,7 +86,8 @@ class OffloadedInputs:
         return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        moved = {x.untyped_storage()._cdata: x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
+        tensors = [x for x in inputs if isinstance(x, Tensor) and (x is inputs[0] or x.requires_grad)]
+        moved = {x.untyped_storage()._cdata: x for x in tensors if self._moves(x)}
         if not moved or not torch.is_grad_enabled():
             return self._checkpoint(function, *inputs, **options)
 
@@ -99,7 +103,8 @@ class OffloadedInputs:
                 moved.clear()  # autograd may keep the hooks, which must not keep what they moved away
 
     def _moves(self, tensor: Tensor) -> bool:
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
+        is_hidden = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+        if not is_hidden or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
         if tensor.device not in self.transfers:  # Metal's memory is the host's
             self.transfers[tensor.device] = None if tensor.device.type == "mps" else StreamTransfers(tensor.device)
@@ -162,10 +167,10 @@ class _Resting:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """The tensor, for what is queued from now on; starts copying back the one of the layer before."""
+        """The tensor, for what is queued from now on; starts copying back the one of the layer before, if not large."""
         whole = self.fetch()
         self.leave()
-        if (before := self._before()) is not None:
+        if (before := self._before()) is not None and whole.nbytes <= MAX_AHEAD_BYTES:
             before.fetch()
         return whole
 

@@ -121,8 +121,10 @@ class Extra(extras.Extra):
             attention.check_documents(network)
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
-        from train.extras.long_sequences import attention
+        from train.extras.long_sequences import attention, heads
 
+        if run.accelerator.device.type == "cuda" and not run.is_planned:
+            heads.divide_attention()
         packing, length = run.config.of(Options).packing, run.config.data.max_length
         slides = not packing and attention.has_short_windows(network, length)
         if packing or (slides and (run.is_planned or not attention.obstacle_to_documents(network, shared=False))):

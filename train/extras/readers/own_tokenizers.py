@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,6 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
 # Byte-level pieces are characters in the order of Unicode: printable bytes come first, the others follow.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _IDS = len(MARKS) + np.argsort([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)])
-# How ByteLevel splits ASCII, and where it certainly splits any text: after what is printed, before a new line.
-_WORDS = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-_LINES = re.compile(r"(?<=[!-~])(?=\n)")
-MOST_WORDS = 2**18  # whose ids are kept: some 50 MB
 MOST_UNKNOWN = 0.05
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
@@ -83,32 +78,9 @@ def _with_names(tokenizer: Tokenizer, spec: str) -> PreTrainedTokenizerBase:
     names: dict[str, Any] = {"bos_token": END, "eos_token": END, "pad_token": PAD, "mask_token": MASK}
     names |= {"unk_token": UNKNOWN} if spec == "words" else {}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
-    if spec != "words":
-        made.ids_of = ids_of_bytes if spec == "bytes" else Words(tokenizer).ids_of
+    if spec == "bytes":
+        made.ids_of = ids_of_bytes
     return made
-
-
-class Words(dict[str, list[int]]):
-    """The ids of the words that a trained tokenizer has met: most of a text is made of a few, and a look is quicker."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __missing__(self, word: str) -> list[int]:
-        if len(self) >= MOST_WORDS:
-            self.clear()
-        return self.setdefault(word, self._ids_of(word))
-
-    def ids_of(self, text: str) -> list[int]:
-        """The ids that the tokenizer gives, at some three times its speed; lines that are not plain are left to it."""
-        ids: list[int] = []
-        for line in _LINES.split(text):
-            is_plain = line.isascii() and "<|" not in line  # with which special tokens begin
-            ids += chain.from_iterable(map(self.__getitem__, _WORDS.findall(line))) if is_plain else self._ids_of(line)
-        return ids
-
-    def _ids_of(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def ids_of_bytes(text: str) -> list[int]:

@@ -17,25 +17,7 @@ from train.figures import count, duration, gib, number, several, without_secrets
 if TYPE_CHECKING:
     from train.tasks import Task
 
-CSS = """
-:root { --card: #ffffff; --muted: #656d76; --line: #d8dee4; --first: #0b62d6; --second: #c2570c; }
-* { box-sizing: border-box; } h2 { font-size: 1.2rem; margin: 40px 0 12px; }
-body { margin: 0; background: #f6f8fa; color: #1b1f24; font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; overflow-wrap: anywhere; }
-.glance, figcaption, footer, dt, dd.more, thead th, .facts th { color: var(--muted); font-weight: 400; }
-.cards, .charts { display: grid; gap: 16px; margin: 0; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); }
-.charts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
-.cards > div, figure, .box { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  margin: 0; padding: 12px 16px; min-width: 0; }
-dd { margin: 0; font-size: 1.5rem; font-weight: 600; } dt, dd.more, figcaption, footer { font-size: .85rem; }
-figcaption strong { display: block; color: #1b1f24; font-size: 1rem; }
-svg { display: block; width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif !important; }
-.box { overflow: auto; max-height: 38rem; } pre { font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px 7px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child, .facts td, .text { text-align: left; }
-.facts th { width: 14rem; } .facts td { white-space: normal; }
-"""
+CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
