@@ -57,7 +57,7 @@ def test_all_modules_are_in_training_mode_in_every_step_and_in_none_of_an_evalua
     assert summary["steps"] == 4
 
 
-@pytest.mark.parametrize("own", [(), IN_BACKWARD], ids=["plain", "in backward"])
+@pytest.mark.parametrize("own", [(), pytest.param(IN_BACKWARD, marks=pytest.mark.slow)], ids=["plain", "in backward"])
 def test_dropout_counts_and_is_not_lost_by_a_resume(own: tuple[Any, ...], recipe: Path, tmp_path: Path) -> None:
     found = {}
     for dropout in (0.0, 0.5):

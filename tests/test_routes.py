@@ -92,7 +92,9 @@ def documents(config):
 """
 
 
-@pytest.mark.parametrize(("spec", "count"), [("my_data:documents", 9), ("my_data.py:documents", 5)])
+@pytest.mark.parametrize(
+    ("spec", "count"), [pytest.param("my_data:documents", 9, marks=pytest.mark.slow), ("my_data.py:documents", 5)]
+)
 def test_data_comes_from_a_function(fork: Fork, spec: str, count: int) -> None:
     fork.write("my_data.py", DATA)
     options = () if count == 9 else ("--dataset_options", json.dumps({"count": count}))
@@ -133,7 +135,11 @@ def test_model_comes_from_a_function(fork: Fork) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "name"), [("README.md", "my_model"), ("docs/forking.md", "my_model"), ("docs/forking.md", "my_classifier")]
+    ("page", "name"),
+    [
+        ("README.md", "my_model"),
+        *(pytest.param("docs/forking.md", name, marks=pytest.mark.slow) for name in ("my_model", "my_classifier")),
+    ],
 )
 def test_models_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None:
     fork.write(f"{name}.py", shown_in(page, rf"{name}\.py"))
@@ -221,7 +227,9 @@ def test_task_is_one_new_file(fork: Fork) -> None:
     )
 
 
-@pytest.mark.parametrize(("page", "name"), [("README.md", "last_half"), ("docs/forking.md", "answers")])
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "last_half"), pytest.param("docs/forking.md", "answers", marks=pytest.mark.slow)]
+)
 def test_tasks_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None:
     fork.write(f"train/tasks/{name}.py", shown_in(page, rf"train/tasks/{name}\.py"))
     fork.write("my_data.py", f"import datasets\n\ndef documents(config):\n    {DOCUMENTS}")
@@ -287,12 +295,13 @@ def chat_tokenizer(folder: Path, template: str) -> None:
     ("template", "learned"),
     [
         (CHATML, {"<|user|>two?<|end|><|assistant|>[hm!2<|end|>]<|user|>three?<|end|><|assistant|>[hm!3<|end|>]"}),
-        (
+        pytest.param(
             FORGETFUL,
             {
                 "<|user|>two?<|end|><|assistant|>[hm!2<|end|>]",
                 "<|user|>two?<|end|><|assistant|>2<|end|><|user|>three?<|end|><|assistant|>[hm!3<|end|>]",
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_data_that_was_moved_is_the_same_data(tmp_path: Path, packing: bool) -> None:
     """Copied to another place at another time, as to the disk of the next machine: the run is exact."""
     settings = ("--num_epochs", "None", "--packing", packing)

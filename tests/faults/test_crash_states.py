@@ -210,6 +210,7 @@ def test_what_is_synced_is_there_and_nothing_else_is_promised(tmp_path: Path) ->
     assert len(trees) == 6, trees  # so no "b" that is not whole
 
 
+@pytest.mark.slow
 def test_losses_are_seen(crashes: Callable[[str], Crashes]) -> None:
     """By the questions that the tests below ask of states."""
     its, end = crashes("1 rank"), {"position": 0, "acknowledged": STEPS, "is_done": True, "key": ""}

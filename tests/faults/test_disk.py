@@ -102,7 +102,7 @@ def test_one_write_that_fails_costs_one_checkpoint(
         assert not [n for n in names(folder) if not n.startswith("step-")]
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_disk_that_stays_full_ends_the_run_and_keeps_what_was_there(
     tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int, victim: int
 ) -> None:
@@ -152,7 +152,7 @@ def make_read_only(folder: Path) -> None:
     folder.chmod(0o555)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_directory_that_becomes_read_only(tmp_path: Path, ranks: int) -> None:
     output = tmp_path / "run"
     lock = at_call("train.checkpoint:rotate", partial(make_read_only, output / "checkpoints"), 2, after=True)
@@ -174,7 +174,7 @@ def test_directory_that_cannot_be_written_is_said_before_training(tmp_path: Path
     assert "Traceback" not in end.said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_slow_disk_does_not_stop_training(
     tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int
 ) -> None:
@@ -188,7 +188,7 @@ def test_slow_disk_does_not_stop_training(
     assert json.loads((output / "summary.json").read_text())["checkpoints_in_background"] == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_copy_that_does_not_fit_into_host_memory_is_not_made(
     tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int
 ) -> None:
@@ -232,7 +232,7 @@ def test_rows_that_the_disk_refuses_are_written_later(tmp_path: Path) -> None:
     assert trained == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int) -> None:
     output = tmp_path / "run"
     fault = several(quick_roll_call(), on_rank(0, at_call("train.outputs:Outputs.write_final", disk_is_full)))

@@ -160,7 +160,8 @@ def stop_answering() -> None:
     signal.raise_signal(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Callable[[str], Runs], victim: int) -> None:
     its, name = runs("2 ranks, packing"), f"silent-{victim}"
     with its.started(name, on_rank(victim, at_step(2, "middle", stop_answering)), timeout_seconds=4) as job:
@@ -176,7 +177,7 @@ def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Calla
     ("victim", "action"),
     [
         (0, die),
-        (1, stop_answering),
+        slowly(1, stop_answering),
         slowly(1, die),
         slowly(0, stop_answering),
     ],
@@ -198,7 +199,8 @@ def prepare_for_long() -> None:
     time.sleep(7)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_preparing_data_may_take_longer_than_the_timeout(runs: Callable[[str], Runs], rank: int) -> None:
     its, name = runs("2 ranks, packing"), f"slow-{rank}"
     with its.started(name, on_rank(rank, at_call("train.data:tokenize", prepare_for_long)), timeout_seconds=4) as job:

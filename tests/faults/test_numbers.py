@@ -39,8 +39,10 @@ def assert_all_finite(output: Path) -> int:
     return len(files)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "value"),
+    [(1, math.inf), (2, math.nan), *(pytest.param(*w, marks=pytest.mark.slow) for w in [(1, math.nan), (2, math.inf)])],
+)
 def test_one_bad_loss_skips_one_step_on_all_ranks(tmp_path: Path, value: float, ranks: int) -> None:
     output = tmp_path / "run"
     fault = on_rank(ranks - 1, losses_of(4, value))
@@ -110,6 +112,7 @@ def test_loss_spike_ends_the_run_or_goes_back(tmp_path: Path, max_rollbacks: int
     assert max(row["loss"] for row in rows(output, "train") if row["step"] != 8) < 10
 
 
+@pytest.mark.slow
 def test_killed_after_going_back_ends_the_same(tmp_path: Path) -> None:
     flags = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 1)
     fault = losses_of(4, math.nan, last=5)

@@ -85,6 +85,7 @@ def test_worker_that_is_killed_is_replaced(tmp_path: Path, whole: Path) -> None:
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
 
 
+@pytest.mark.slow
 def test_worker_that_is_killed_while_others_start_is_noticed(tmp_path: Path, whole: Path) -> None:
     """Without the rehearsal, which wants one batch: perhaps the other worker's."""
     its = arguments(tmp_path, tmp_path / "run", 2, "--rehearse", False)
@@ -166,6 +167,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     until(lambda: not members(group), 20)
 
 
+@pytest.mark.slow
 def test_workers_end_that_start_after_their_run_is_killed(tmp_path: Path) -> None:
     """They would not know who their parent was, and wait for ever for what to load."""
     fault = several(in_a_group(), at_call(WORKER_BEGINS, lag))

@@ -144,7 +144,8 @@ def test_a_model_that_is_not_checked_is_predicted(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("Fits: bert")
 
 
-@pytest.mark.parametrize("model", [BART, pytest.param(T5, marks=pytest.mark.slow)], ids=["bart", "t5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [BART, T5], ids=["bart", "t5"])
 def test_classifiers_that_look_for_the_end_of_a_text_are_planned(
     model: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -413,7 +413,7 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_on_the_host_are_not_on_the_card(world_size: int, predictor: Predictors) -> None:
     one = replace(job(target=H100, mixed_precision="bf16"), world_size=world_size)
     there, here = (predictor.predict(replace(one, sharding=s)) for s in ("fsdp2", "fsdp2_offload"))

@@ -14,8 +14,8 @@ from scripts.benchmarks import architectures, harness
     ("task", "model_types"),
     [
         ("causal_lm", ("mixtral", "bart", "doge")),
-        ("masked_lm", ("modernbert", "albert", "fnet", "convbert", "roberta")),
-        ("sequence_classification", ("bert", "gpt2", "canine", "xlm")),
+        pytest.param("masked_lm", ("modernbert", "albert", "fnet", "convbert", "roberta"), marks=pytest.mark.slow),
+        pytest.param("sequence_classification", ("bert", "gpt2", "canine", "xlm"), marks=pytest.mark.slow),
         # All of them, in parts that each take some minutes
         *(pytest.param(t, slice(n, None, 4), marks=pytest.mark.slow) for t in architectures.TASKS for n in range(4)),
     ],

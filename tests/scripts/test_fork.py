@@ -89,7 +89,9 @@ def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], forked: Callabl
     assert about_extras == set(extras.ORDER) - gone
 
 
-@pytest.mark.parametrize("words", [*FORKS, *(pytest.param(words, marks=pytest.mark.slow) for words in WITHOUT)])
+@pytest.mark.parametrize(
+    "words", [FORKS[0], *(pytest.param(words, marks=pytest.mark.slow) for words in [*FORKS[1:], *WITHOUT])]
+)
 def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     from train.extras.readers.own_tokenizers import build_tokenizer
 
@@ -138,7 +140,8 @@ def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callabl
 
 
 @pytest.mark.parametrize(
-    ("words", "more"), [(FORKS[0], []), (FORKS[1], ["tests/extras/readers/test_corpora_tables.py"])]
+    ("words", "more"),
+    [(FORKS[0], []), pytest.param(FORKS[1], ["tests/extras/readers/test_corpora_tables.py"], marks=pytest.mark.slow)],
 )
 def test_tests_of_the_fork_pass(
     words: tuple[str, ...], more: list[str], forked: Callable[..., Path], tmp_path: Path

@@ -223,7 +223,7 @@ def train(recipe: Path, output: Path, *flags: Any) -> int:
     return main(["--config", str(recipe), "--output_dir", str(output), *map(str, flags)])
 
 
-@pytest.mark.parametrize("adapter", KINDS)
+@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), KINDS[1]])
 def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -312,7 +312,7 @@ def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("adapter", KINDS)
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("qlora", marks=[needs_bitsandbytes, pytest.mark.slow])])
 def test_stopped_and_resumed_equals_uninterrupted_and_checkpoints_are_small(
     adapter: str, recipe: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -192,7 +192,9 @@ def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
 @pytest.mark.parametrize(
     ("kind", "window_of_config", "window", "full"),
     [
-        ("modernbert", {"local_attention": 128}, 128, 2),  # to both sides together; layers 0 and 3 see everything
+        pytest.param(
+            "modernbert", {"local_attention": 128}, 128, 2, marks=pytest.mark.slow
+        ),  # to both sides together; layers 0 and 3 see everything
         ("modernbert-decoder", {"local_attention": 128}, 64, 2),  # half of it lies to the left
         ("mistral", {"sliding_window": 128}, 128, 0),  # names no kinds of layers: all of them slide
     ],
