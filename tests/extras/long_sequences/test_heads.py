@@ -153,6 +153,14 @@ def test_operators_divide_where_heads_do_not_depend_on_each_other(operators: lis
     assert cudnn(cuts=cuts) == [3]
 
 
+def test_nothing_changes_where_there_are_no_such_kernels() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has them")
+    divide_attention.__wrapped__()
+    for name in heads.OPERATORS:
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "lengths"])
 @pytest.mark.parametrize("batch", [1, 2])

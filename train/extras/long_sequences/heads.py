@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -26,9 +27,9 @@ OPERATORS = {"_flash_attention_backward": (-2, (10,)), "_cudnn_attention_backwar
 def divide_attention() -> None:
     """From now on the operators of this process take some heads at a time where all would take large buffers."""
     for name, places in OPERATORS.items():
-        kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-        with warnings.catch_warnings():
+        with suppress(RuntimeError), warnings.catch_warnings():  # no such kernel, as cuDNN's on AMD's cards
             warnings.simplefilter("ignore")  # that there was a kernel, which the new one calls
+            kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             LIBRARY.impl(name, partial(by_heads, kernel, *places), "CUDA", with_keyset=True)
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
