@@ -309,10 +309,15 @@ def test_the_longest_sequences_are_those_of_the_results() -> None:
     assert f"{last['host_bytes'] / 2**30:.0f} GiB at the last figure" in words_of(page)
 
 
+LENGTHENED = ("8b", "QLoRA instead"), ("0.5b", "checkpoints on the host")
+
+
 def test_what_24_gib_trained_is_that_of_the_results() -> None:
     folder = ROOT / "docs" / "results"
-    planned = json.loads((folder / "ladder-predicted-h200-held-to-24-gib.json").read_text(encoding="utf-8"))
-    plans = {(row["model"], row["rung"]): row for row in planned["rows"]}
+    plans, of_now = (
+        {(row["model"], row["rung"]): row for row in json.loads((folder / name).read_text(encoding="utf-8"))["rows"]}
+        for name in ("ladder-nvidia-h200-held-to-24-gib-predicted.json", "ladder-predicted-h200-held-to-24-gib.json")
+    )
     tries = json.loads((folder / "ladder-nvidia-h200-held-to-24-gib.json").read_text(encoding="utf-8"))["tries"]
     by_outcome: dict[tuple[str, str, str], list[int]] = {}
     for row in tries:
@@ -329,6 +334,13 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
         trained, ran_out = (by_outcome.get((model.lower(), rung, outcome), []) for outcome in ("ok", "oom"))
         found = (plan["length"], plan["full_length"], max(trained), min(ran_out, default=None))
         assert cells == [f"{length:,}" if length else "not tried" for length in found], name
+    longer = [of_now[model, rung]["length"] for model, rung in LENGTHENED]
+    assert (
+        f"{longer[0]:,} tokens for the last row, and {longer[1]:,} for 0.5B with checkpoints on the host"
+        in words_of(after)
+    )
+    kept = {(row["model"], row["rung"]) for row in tries} & plans.keys() - {*LENGTHENED}
+    assert len(kept) == 6 and all(of_now[key]["length"] == plans[key]["length"] for key in kept)
     [step] = [row for row in tries if row["model"] == "8b" and row["outcome"] == "ok"]
     assert abs(step["peak_bytes"] - step["predicted_peak_bytes"]) < 1024
     took = f"{step['seconds']:.0f} s and {gib(step['peak_bytes'])} of tensors"

@@ -12,6 +12,7 @@ from test_model import CAUSAL, GPT2, LLAMA, batch, built
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from train.config import check, from_values
 from train.extras.activations import recompute
@@ -188,6 +189,45 @@ def test_the_output_of_a_frozen_embedding_is_let_go_too() -> None:
     expected = step(built(DEEP).double())[1]
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert_same(found, {name: expected[name] for name in found})
+
+
+class OfItsOwn(PreTrainedModel):
+    """A model of the format that transformers still takes, which calls torch's reentrant checkpoint by itself."""
+
+    config_class, supports_gradient_checkpointing = PretrainedConfig, True
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+        self.layers, self.recomputes = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), False
+        self.post_init()
+
+    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:
+        self.recomputes = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = checkpoint_of_torch(layer, hidden, use_reentrant=True) if self.recomputes else layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_checkpoints_of_its_own_trains_behind_a_frozen_embedding(offload: bool) -> None:
+    found = []
+    for mode in ("none", "full"):
+        torch.manual_seed(0)
+        model = OfItsOwn(PretrainedConfig()).train()
+        model.table.requires_grad_(False)
+        enable_checkpointing(model, mode, offload=offload)
+        model(torch.arange(10)[None]).sum().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 8
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() -> None:

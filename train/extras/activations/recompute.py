@@ -22,7 +22,8 @@ from train.extras.host_memory import StreamTransfers
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
-MAX_AHEAD_BYTES = 2**29  # a larger one comes back when it is needed: its layer takes some hundred times as long
+# One of a long sequence that is larger comes back when it is needed: its layer computes many times longer.
+MAX_AHEAD_BYTES, LONG_TOKENS = 2**29, 65536
 # Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
 PIECE_BYTES = 8 * 2**20
 
@@ -47,8 +48,6 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             raise ValueError("it is not a transformers model")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
-    if hasattr(model, "disable_input_require_grads"):  # reentrant checkpoints alone need them; with a frozen embedding
-        model.disable_input_require_grads()  # pyright: ignore - autograd would keep its output as a leaf
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
@@ -56,6 +55,8 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     for module in model.modules() if offload else ():  # where transformers' own switch puts it
         if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
             vars(module)["_gradient_checkpointing_func"] = offloaded(checkpoint)
+            # Needed by reentrant checkpoints alone. With a frozen embedding autograd would keep its output, a leaf.
+            model.disable_input_require_grads()  # pyright: ignore
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,8 @@ class _Resting:
         """The tensor, for what is queued from now on; starts copying back the one of the layer before, if not large."""
         whole = self.fetch()
         self.leave()
-        if (before := self._before()) is not None and whole.nbytes <= MAX_AHEAD_BYTES:
+        is_late = whole.nbytes > MAX_AHEAD_BYTES and whole.shape[-2] >= LONG_TOKENS
+        if (before := self._before()) is not None and not is_late:
             before.fetch()
         return whole
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 2**29  # of one call: the heads of so many tokens keep any card busy
+BUFFER_BYTES = 2**29  # of one call, about: the heads of so many tokens keep any card busy
 LIBRARY = torch.library.Library("aten", "IMPL")  # what is registered lasts as long as this
 # Where the heads are; and the arguments (share of dropout; bias, cuts of a nested tensor) that only all heads can have.
 OPERATORS = {"_flash_attention_backward": (-2, (10,)), "_cudnn_attention_backward": (1, (8, 9, 13))}
@@ -26,11 +25,11 @@ OPERATORS = {"_flash_attention_backward": (-2, (10,)), "_cudnn_attention_backwar
 @cache
 def divide_attention() -> None:
     """From now on the operators of this process take some heads at a time where all would take large buffers."""
-    for name, places in OPERATORS.items():
-        with suppress(RuntimeError), warnings.catch_warnings():  # no such kernel, as cuDNN's on AMD's cards
+    for name, places in OPERATORS.items() if torch.version.cuda else ():  # AMD's kernels take no such buffers
+        own = partial(by_heads, torch.library.get_kernel(f"aten::{name}", "CUDA"), *places)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there was a kernel, which the new one calls
-            kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-            LIBRARY.impl(name, partial(by_heads, kernel, *places), "CUDA", with_keyset=True)
+            LIBRARY.impl(name, own, "CUDA", with_keyset=True, allow_override=True)
 
 
 def by_heads(kernel: Any, dim: int, of_all: Sequence[int], keys: Any, *given: Any, **options: Any) -> Sequence[Tensor]:
@@ -39,10 +38,10 @@ def by_heads(kernel: Any, dim: int, of_all: Sequence[int], keys: Any, *given: An
     That is: the gradient of the output, query, key, value and output, with heads in dimension ``dim``; the logarithms
     of the softmax's sums, (B, H, S) or (H, T); and more, with which at the places ``of_all`` nothing is divided.
     """
-    gradient, query, key, value, output, sums, *more = given
+    _, query, key, value, _, sums, *more = given
     heads = key.shape[dim]
     step = heads_at_once(query.numel(), query.shape[dim], heads, key.element_size())
-    if step == heads or any(isinstance(given[place], Tensor) or given[place] for place in of_all):
+    if step == heads or value.shape[dim] != heads or any(isinstance(given[p], Tensor) or given[p] for p in of_all):
         return kernel.call_boxed(keys, *given, **options)
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
 
@@ -52,11 +51,8 @@ def by_heads(kernel: Any, dim: int, of_all: Sequence[int], keys: Any, *given: An
         return tensor.narrow(dim, first * shared, min(step, heads - first) * shared)
 
     for first in range(0, heads, step):
-        tensors = [some(first, t) for t in (gradient, query, key, value, output)]
-        tensors.append(some(first, sums, query.ndim - 3).contiguous())
-        found = kernel.call_boxed(keys, *tensors, *more, **options)
-        torch._foreach_copy_([some(first, t) for t in gradients], found)
-        del found  # before the next heads have theirs
+        tensors = [*(some(first, t) for t in given[:5]), some(first, sums, query.ndim - 3).contiguous()]
+        torch._foreach_copy_([some(first, t) for t in gradients], kernel.call_boxed(keys, *tensors, *more, **options))
     return gradients
 
 
