@@ -202,7 +202,7 @@ class OfItsOwn(PreTrainedModel):
         self.layers, self.recomputes = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), False
         self.post_init()
 
-    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:
+    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:  # pyright: ignore
         self.recomputes = value
 
     def get_input_embeddings(self) -> nn.Module:

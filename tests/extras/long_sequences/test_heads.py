@@ -170,7 +170,7 @@ def test_on_a_card(kernel: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("bf16 kernels need an Ampere card or newer")
     shapes = [(batch, 4096, number, 64) for number in (32, 32, 8, 8)]
     direction, *leaves = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    rows = [leaf.requires_grad_().transpose(1, 2) for leaf in leaves]
+    query, key, value = (leaf.requires_grad_().transpose(1, 2) for leaf in leaves)
     found, peaks = [], []
     divide_attention()
     for size in (2**40, 1):
@@ -182,7 +182,8 @@ def test_on_a_card(kernel: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> 
             out = out.unflatten(0, (batch, 4096))
         else:
             with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
-                out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+                out = out.transpose(1, 2)
         torch.autograd.grad(out, leaves, direction, retain_graph=True)  # libraries take what they keep
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -17,7 +17,7 @@ from train.figures import count, duration, gib, number, several, without_secrets
 if TYPE_CHECKING:
     from train.tasks import Task
 
-CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+CSS = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
