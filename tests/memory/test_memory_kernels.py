@@ -253,6 +253,22 @@ def test_the_kernel_is_the_one_that_torch_chooses_on_this_card() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_buffers_of_some_heads_at_a_time_are_those_of_their_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 1,024 tokens, 8 heads of 64 that share 2 of the keys, in two calls, as the run makes them."""
+    monkeypatch.setattr(kernels.by_heads, "BUFFER_BYTES", 2**22)
+    query, key = (torch.empty(2, heads, 1024, 64, dtype=BF16, device="meta") for heads in (8, 2))
+    func: Any = SimpleNamespace(_schema=SimpleNamespace(name=f"aten::_scaled_dot_product_{name}_attention_backward"))
+    elements = 2 * 4 * 1024 * 64  # of the queries of a call
+    accumulator, of_keys = [elements // 64 * 4, elements * 4], [elements * 2] * 2  # softmax_d, dq; dk and dv by query
+    of_call, sums = [elements * 2] * (3 if name == "flash" else 1) + [elements // 4 * 2] * 2, [elements // 64 * 4]
+    found = kernels.temporary_bytes(func, (None, query, key, *[None] * 7, 0.0, True, None, 0.0), None)
+    assert found == accumulator + of_keys + of_call + sums
+    monkeypatch.setattr(kernels.by_heads, "BUFFER_BYTES", 2**23)
+    whole = kernels.temporary_bytes(func, (None, query, key, *[None] * 7, 0.0, True, None, 0.0), None)
+    assert whole == [2 * size for size in accumulator + of_keys]
+
+
 def test_buffers_of_a_backward_by_cudnn_are_those_that_a_card_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, of all heads at once, where they are most of the peak; predicted then without dk and dv of each."""
     monkeypatch.setattr(kernels.by_heads, "BUFFER_BYTES", 2**62)
