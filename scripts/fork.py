@@ -6,7 +6,8 @@
 
 What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
 what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
-test file that imports an extra that is gone, sets one of its options, shows one of its SIGNS, or needs such a file.
+test file that imports an extra that is gone, sets one of its options, shows a sign of it, or needs such a file. Signs
+are in fork.yaml.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import yaml  # comes with accelerate
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train import extras
@@ -29,27 +32,7 @@ SCRIPTS = ("setup.sh", "test.sh", "slurm.sbatch", "quickstart.sh")
 # Pages of docs/ that are about one extra, or (None) about what is not copied
 PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance", "studies": None}
 LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
-RECIPE_SIGNS = {  # that a recipe needs an extra, in addition to the keys, which can be taken out
-    "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
-    "memory": r"^\w+: auto$",
-    "new_models": r"^model_config:",
-    "adapters": r"^adapter: ",
-    "long_sequences": r"^rope_scaling: ",
-    "optimizers": r"^optimizer: adamw_8bit|^optimizer_offload: true",
-}
-SIGNS = {  # that a test file needs an extra, in addition to imports and options
-    "readers": r"\b(llama_)?recipes?\b|write_recipe|quickstart|jsonl|['\"](bytes|words|train:\d+)['\"]",
-    "meter": r"\bmfu\b|bytes_by_kind|bytes_by_phase|peak_resident_bytes|memory_leak",
-    "memory": r"predicted|rehears|\bauto\b",
-    "new_models": r"\bmodel_config\b",
-    "endurance": r"oom|in_background|lost_rank|rollback",
-    "optimizers": r"adamw_8bit",
-    "selection": r"best_(step|metric|model)|early_stopping",
-    "report": r"report\.(html|md)|model_card|sample: ",
-    "parallelism": r"deepspeed|[tcs]p_size",
-}
-OF_THE_TEMPLATE = r"README|notebooks|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
-"""What shows that a test file is about a part of the template that is not copied, or about all extras."""
+SIGNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MENTIONED = re.compile(r"(?:from|import) (?:[\w.]+\.)?(\w+)|(\w+)\.py\b")  # modules that a file imports or starts
 
 
@@ -94,7 +77,7 @@ class Fork:
         left_out = []
         for path in self._files("recipes"):
             text, is_recipe = path.read_text(encoding="utf-8"), path.suffix == ".yaml"
-            needed = [name for name in self.gone if re.search(RECIPE_SIGNS.get(name, "(?!)"), text, re.MULTILINE)]
+            needed = [name for name in self.gone if re.search(SIGNS["recipes"].get(name, "(?!)"), text, re.MULTILINE)]
             if is_recipe and needed:
                 left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(sorted(needed))}: left out")
             else:
@@ -131,7 +114,7 @@ class Fork:
 
     def _tests(self) -> Iterable[Path]:
         """The test files that need nothing that is gone."""
-        signs = [OF_THE_TEMPLATE, *(SIGNS[name] for name in self.gone if name in SIGNS)]
+        signs = [SIGNS["template"], *(SIGNS["tests"][name] for name in self.gone if name in SIGNS["tests"])]
         signs += [f"train[./]{part.replace('/', '[./]')}\\b" for part in self.gone.values()]
         for name in self.options:
             signs.append(rf"--{name}\b|^{name}: |\b{name}=")

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""The tables that people make by hand, each one command: ``python scripts/study.py --help`` lists the studies.
-
-They are in ``scripts/benchmarks/study/``.
-"""
+"""The tables that people make by hand, each one command; ``--help`` lists those of scripts/benchmarks/study/."""
 
 import sys
 from pathlib import Path
