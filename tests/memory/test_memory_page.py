@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support import ROOT
 
 from scripts.benchmarks.accuracy_cases import large_cases, title
 from scripts.benchmarks.building import config_of
-from scripts.benchmarks.rungs import MODELS
+from scripts.benchmarks.rungs import MODELS, outcome_at, rungs_of
 from train.figures import gib
 from train.memory.__main__ import main
 from train.memory.devices import find_device
@@ -307,6 +308,24 @@ def test_the_longest_sequences_are_those_of_the_results() -> None:
         -1
     ]
     assert f"{last['host_bytes'] / 2**30:.0f} GiB at the last figure" in words_of(page)
+    said = f"8B reaches {lengths['rtx-4090', '8b', 'QLoRA instead']:,} tokens on the 24 GiB card"
+    assert said in words_of(page)
+    adapters = words_of((ROOT / "docs" / "extras" / "adapters.md").read_text(encoding="utf-8"))
+    assert said.replace("8B reaches", "reach").replace("the 24", "a 24") in adapters
+
+
+@pytest.mark.slow
+def test_what_attention_in_parts_saves_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention's own package takes all heads at once."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    page = words_of((ROOT / "docs" / "extras" / "long_sequences.md").read_text(encoding="utf-8"))
+    rung, device = rungs_of("8b", with_qlora=True)[-1], find_device("rtx-4090")
+    needed = []
+    for attention in ("sdpa", "flash_attention_2"):
+        asked = replace(rung, settings={**rung.settings, "attn_implementation": attention})
+        with Predictor() as own:
+            needed.append(outcome_at(asked, device, 147_456, Predictions(own)).needed_bytes / 2**30)
+    assert f"to need {needed[0]:.1f} GiB; with all heads at once {needed[1]:.1f}" in page
 
 
 LENGTHENED = ("8b", "QLoRA instead"), ("0.5b", "checkpoints on the host")

@@ -165,13 +165,22 @@ def test_inputs_of_earlier_layers_are_let_go_in_forward_and_brought_back_one_ahe
     assert alive[-1] == ("after", [])
 
 
-def test_a_large_input_comes_back_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "MAX_AHEAD_BYTES", 2 * 100 * 16 * 8 - 1)
+@pytest.mark.parametrize(("large", "long", "late"), [(0, 0, True), (0, 1, False), (1, 0, False)])
+def test_a_large_input_of_a_long_sequence_comes_back_only_when_it_is_needed(
+    large: int, long: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "MAX_AHEAD_BYTES", 2 * 100 * 16 * 8 - 1 + large)
+    monkeypatch.setattr(recompute, "LONG_TOKENS", 100 + long)
     expected = step(built(DEEP).double())[1]
     model, transfers = built(DEEP).double(), LazyCopies()
     offloaded(model, transfers)
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda m, args: transfers.log.append("mlp"))
     assert_same(step(model)[1], expected)
-    assert transfers.log[-7:] == ["wait 4", *(word for event in (5, 6, 7) for word in ("in", f"wait {event}"))]
+    ahead = [*(word for event in (4, 5, 6) for word in (f"wait {event}", "in", "mlp")), "wait 7", "mlp"]
+    when_needed = ["wait 4", "mlp", *(word for event in (5, 6, 7) for word in ("in", f"wait {event}", "mlp"))]
+    assert transfers.log[-11:] == (when_needed if late else ahead)
 
 
 def test_the_output_of_a_frozen_embedding_is_let_go_too() -> None:
