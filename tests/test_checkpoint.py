@@ -345,6 +345,20 @@ def test_a_disk_that_fails_while_a_checkpoint_is_read_is_no_reason_to_remove_it(
         checkpoint.restore(two / "step-00000002", training_state())
 
 
+@pytest.mark.parametrize(("number", "words"), [(5, "Input/output error"), (13, "Permission denied")])
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_passed_over(
+    two: Path, number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one would be resumed, and this one removed."""
+
+    def failing(*arguments: Any) -> None:
+        raise OSError(number, words)
+
+    monkeypatch.setattr(checkpoint, "digest", failing)
+    with pytest.raises(UserError, match=rf"step-00000002 cannot be read: {words}\. Keep it, and try again; .* move it"):
+        checkpoint.newest_good(two)
+
+
 def test_what_cannot_be_stored_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
     state = training_state()
     state.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))

@@ -136,6 +136,26 @@ def test_a_function_that_is_not_there_is_refused_in_one_line(spec: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("import no_such_package_of_mine", "No module named 'no_such_package_of_mine'"),
+        ("import datasets; datasets.Datset", "has no attribute 'Datset'"),
+        ("open('no_such_file.txt')", "No such file or directory: 'no_such_file.txt'"),
+    ],
+)
+def test_an_error_inside_a_function_s_file_keeps_its_own_traceback(
+    line: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a module, or a function, that is not there."""
+    monkeypatch.chdir(tmp_path)
+    Path("failing_for_test.py").write_text(f"{line}\ndef documents(): ...\n")
+    for source in ("failing_for_test", "failing_for_test.py"):
+        with pytest.raises((ImportError, AttributeError, OSError), match=error) as caught:
+            load_function(f"{source}:documents", "dataset")
+        assert Path(caught.traceback[-1].path).name == "failing_for_test.py"
+
+
 MARKED = """
 import datasets
 

@@ -139,7 +139,7 @@ def test_the_gradient_is_divided_by_targets_and_what_is_counted_keeps_its_name()
 
 
 def test_a_batch_of_tokens_without_labels_is_an_error() -> None:
-    with pytest.raises(UserError, match="every label is masked"):
+    with pytest.raises(UserError, match="all labels are masked"):
         stepped([[partly_labelled([7, 4], 0)]])
 
 

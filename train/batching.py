@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,24 +104,23 @@ class Batches:
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step on this rank, from ``first_step`` of ``epoch``."""
         size, order = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch)
-        counts: deque[int] = deque()  # micro-batches of the steps that the workers have begun
 
-        def planned() -> Iterator[list[int]]:
+        def planned() -> Iterator[list[list[int]]]:
             for first in range(first_step * size, len(order), size):
                 ids = order[first : first + size]
-                parts = self.loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
-                counts.append(len(parts))
-                yield from (part[self.rank] for part in parts)
+                rounds = self.loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
+                yield [parts[self.rank] for parts in rounds]
 
-        batches = load(self.examples, self.loading, planned(), (self.seed, epoch))
-        for batch in batches:
-            yield [batch, *itertools.islice(batches, counts.popleft() - 1)]
+        steps, to_load = itertools.tee(planned())  # workers load ahead of the steps
+        batches = load(self.examples, self.loading, itertools.chain.from_iterable(to_load), (self.seed, epoch))
+        for id_lists in steps:
+            yield list(itertools.islice(batches, len(id_lists)))
 
 
 def load(
     examples: datasets.Dataset, loading: Loading, id_lists: Iterable[list[int]], seed: Sequence[int]
 ) -> Iterator[MicroBatch]:
-    """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
+    """A batch for each list, by torch's DataLoader; an empty list gives one without targets: ranks stay in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
     loader: Any = functools.partial(DataLoader, fetch, batch_size=None, **options)

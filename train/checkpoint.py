@@ -37,10 +37,7 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Seque
 
 
 def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] = lambda identity: None) -> Progress:
-    """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
-
-    ``check`` first gets the identity of the run that it belongs to. Raises UserError for one of another model.
-    """
+    """Loads this rank's part of a verified checkpoint; ``check`` gets its identity first. UserError if it is no use."""
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         check(stored["identity"])
@@ -49,7 +46,7 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
     except torch.OutOfMemoryError:
         raise
     except OSError as error:  # it was intact a moment ago
-        raise UserError(f"{checkpoint} cannot be read: {error.strerror or error}. Keep it, and try again.") from None
+        raise unreadable(checkpoint, error) from None
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
@@ -86,7 +83,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def verify(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: a file missing, truncated or altered; None when it is intact."""
+    """What is wrong with a checkpoint: a file missing, truncated or altered; UserError where the disk itself fails."""
     try:
         if checkpoint.is_symlink() or not (checkpoint / MANIFEST).is_file():  # to read a pipe would wait without end
             return f"it is a link, or its {MANIFEST} is missing"
@@ -99,11 +96,19 @@ def verify(checkpoint: Path) -> str | None:
                 return f"{name} was altered"
         if f"step-{manifest['step']:08d}" != checkpoint.name:
             return f"it is the checkpoint of step {manifest['step']}"
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        raise unreadable(checkpoint, error) from None
     except UNREADABLE as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     return None
+
+
+def unreadable(checkpoint: Path, error: OSError) -> UserError:
+    """That a disk or network failed: what cannot be read now may be whole, and is neither passed over nor removed."""
+    again = "Keep it, and try again; if that does not help, move it away to resume from the one before"
+    return UserError(f"{checkpoint} cannot be read: {error.strerror or error}. {again}.")
 
 
 def rotate(folder: Path, kept: Collection[int]) -> None:
@@ -133,10 +138,7 @@ def digest(path: Path, kind: Callable[[], Any] = hashlib.sha256) -> str:
 
 
 def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> None:
-    """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
-
-    Raises UserError on every rank, if one could not write its part; earlier checkpoints are untouched then.
-    """
+    """Writes ``folder/step-NNNNNNNN``, which appears when complete; by all ranks. UserError on all if one fails."""
     final = folder / f"step-{progress.step:08d}"
     partial = folder / f"{PARTIAL}{final.name}"
     try:
@@ -179,7 +181,7 @@ def make_empty(partial: Path) -> None:
 
 
 def write_blocks(partial: Path, blocks: Mapping[str, Mapping[str, Block]], rank: int) -> Written:
-    """Writes one rank's blocks; a file a section, none for a section without blocks."""
+    """Writes one rank's blocks: one file per section, none for a section without blocks."""
     files, rows = {}, []
     for section, named in blocks.items():
         if named:
@@ -199,9 +201,9 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
     for name, file in files.items():
         if not (partial / name).exists() or (partial / name).stat().st_size != file["bytes"]:
             raise OSError(f"{name} of another host is not there: all hosts must share the folder")
-    manifest = {"step": values["progress"]["step"], "files": files}
-    for name, content in ((INDEX, index), (STATE, values), (MANIFEST, manifest)):
+    for name, content in ((INDEX, index), (STATE, values)):
         files[name] = _sealed(partial / name, [json.dumps(content, indent=1).encode()])
+    _sealed(partial / MANIFEST, [json.dumps({"step": values["progress"]["step"], "files": files}, indent=1).encode()])
     put_in_place(partial, final)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -94,40 +93,38 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
 def load_function(spec: str, flag: str) -> Callable[..., Any]:
     """The function that ``module:function`` or ``file.py:function`` names; raises UserError where there is none."""
     source, _, name = spec.rpartition(":")
-    folder = str(Path(source).resolve().parent if source.endswith(".py") else Path.cwd())
+    is_file, module_name = source.endswith(".py") and Path(source).exists(), source.lstrip(".") or spec
+    folder = str(Path(source).resolve().parent if is_file else Path.cwd())
     sys.path += [folder] * (folder not in sys.path)  # for what is imported only when the function runs
     sys.path.insert(0, folder)
     try:
-        if source.endswith(".py"):
+        if is_file:
             # Under a name that no package has: the file may be called datasets.py.
             found: Any = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:
-            module = importlib.import_module(source.lstrip(".") or spec)
-        if not callable(function := getattr(module, name)):
-            raise AttributeError(f"{name} is a {type(function).__name__}, not a function")
-        return function
-    except (ImportError, AttributeError, FileNotFoundError) as error:
-        raise UserError(
-            f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."
-        ) from None
+            module = importlib.import_module(module_name)
+        function = getattr(module, name, None)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):  # it is there and imports what is not
+            raise
+        function = None
     finally:
         sys.path.remove(folder)  # our entry only: the module may have put others before it
+    if not callable(function):
+        give = "Give module:function, importable from the current folder, or file.py:function."
+        raise UserError(f"{flag} {spec!r}: there is no such function. {give}")
+    return function
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:
-    """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
-
-    Without a validation split, each run and rank holds out the same documents.
-    """
+    """The corpus of a 🤗 Dataset or of a mapping of splits to Datasets; without a validation split part is held out."""
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
-        train, count = splits["train"], len(splits["train"])
-        held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
-        order = np.random.default_rng(0).permutation(count)
-        splits |= {"train": train.select(order[held_out:]), "validation": train.select(order[:held_out])}
+        size = min(max(round(len(splits["train"]) * config.data.validation_fraction), 1), len(splits["train"]) - 1)
+        splits["train"], splits["validation"] = splits["train"].train_test_split(size, seed=0).values()
     return Corpus(config.data.dataset, splits["train"], splits["validation"], splits.get("test"))
 
 

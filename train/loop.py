@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +54,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact:  # nothing of the steps before is lost
-                    progress = log(run, progress, since, of_step) if since else progress
+                    with suppress(DivergenceError):  # what ends the run is this step
+                        progress = log(run, progress, since, of_step) if since else progress
                     if progress.step > saved:
                         run.outputs.save(run, parts.state, progress, wait=True)
                 raise
@@ -129,7 +131,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
 
 
 def log(run: Run, progress: Progress, since: Sequence[tuple[StepOutcome, float]], of_step: dict[str, Any]) -> Progress:
-    """Records the figures of the last step and of all ``since`` the last line, each with its seconds.
+    """Records the figures of the last step and of all steps ``since`` the last line, each with its seconds.
 
     Raises DivergenceError if an extra finds the loss too far above the usual.
     """

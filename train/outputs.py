@@ -66,11 +66,13 @@ class Outputs:
             found, problems = checkpoint.newest_good(self.checkpoints)
             self.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
             return found
-        named = None if resume == "never" else Path(resume).resolve()  # what a link leads to is meant
-        if named is not None and (problem := checkpoint.verify(named)) is not None:
+        if resume == "never":
+            return None
+        named = Path(resume).resolve()  # what a link leads to is meant
+        if (problem := checkpoint.verify(named)) is not None:
             raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
-        if named is not None and named.parent != self.checkpoints.resolve() and self.steps():
-            raise UserError(f"resume: {resume} is of another run than {self.folder}: give a new --output_dir, or auto.")
+        if named.parent != self.checkpoints.resolve() and self.steps():
+            raise UserError(f"resume: {resume} is not of the run in {self.folder}: give a new --output_dir, or auto.")
         return named
 
     def from_main(self, choose: Callable[[], Any]) -> Any:

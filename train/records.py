@@ -189,7 +189,7 @@ class Progress:
     best_metric: float | None = None
     best_step: int | None = None
     best_of: str | None = None  # by which metric, on which data
-    evaluated_step: int = 0  # of the last evaluation; also at the start, where none is wanted
+    evaluated_step: int = 0  # of the last evaluation; 0 at the start, so step 0 is never evaluated
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
     usual_loss: float | None = None  # a moving mean over the logging intervals

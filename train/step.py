@@ -105,7 +105,7 @@ def optimizer_step(
             part = part.to(accelerator.device)
             loss = model(part.inputs, part.labels, num_targets=part.num_targets)
             mark("backward")
-            engine.backward(loss, scale + 0 * loss.detach())  # + 0, or NaN where it is not finite
+            engine.backward(loss, scale + 0 * loss.detach())  # NaN where the loss is not finite
         # Nothing of the graph is held while the gradient is clipped and used.
         loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
         del loss, part
@@ -131,7 +131,7 @@ def read_counts(totals: Counts) -> list[int]:
     # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
     counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
-        raise UserError("a whole global batch has no target: every label is masked. Look at the labels and max_length.")
+        raise UserError("an entire global batch has no targets: all labels are masked. Check labels and max_length.")
     return counts
 
 

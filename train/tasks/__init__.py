@@ -161,9 +161,8 @@ class Task:
         """The tokenizer's marks for the start and the end of a sequence, one each or none."""
         instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
         kinds = ("cls", "bos", *instead), ("sep", "eos")
-        ids = [[getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds]
-        start, end = ([i for i in found if isinstance(i, int)][:1] for found in ids)
-        return start, end
+        start, end = ([getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds)
+        return [i for i in start if isinstance(i, int)][:1], [i for i in end if isinstance(i, int)][:1]
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         """``ids`` between the marks."""
@@ -257,7 +256,7 @@ def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool, 
     give = f"Give a folder with a {what}, a Hub name (and a connection), {other}."
     is_path = name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
     if is_path and not Path(name).exists():
-        raise UserError(f"{what} {name!r}: no such folder. {give}")
+        raise UserError(f"{what} {name!r}: no such folder. {give} No Hub name may start with a folder that is here.")
     try:
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of others are read by many libraries
