@@ -260,3 +260,5 @@ def test_predict_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     text = capsys.readouterr().out
     assert text.startswith("Fits: llama") and "estimated" not in text and "this machine's memory" in text
+    assert main(["predict", "--device", "mps 16GiB", *MODEL]) == 0
+    assert "this machine's memory" not in capsys.readouterr().out

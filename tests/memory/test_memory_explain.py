@@ -474,6 +474,7 @@ def test_post_mortem_does_with_what_is_known() -> None:
     bare = Situation("loading", None, {}, None)
     assert post_mortem("", bare) == "Out of memory in loading."
     assert post_mortem("", replace(bare, phase="")) == "Out of memory outside a step."
+    assert post_mortem("", replace(bare, phase=None)) == "Out of memory."  # nothing was measured
     text = post_mortem("", replace(bare, changes=CHANGES[:1]))
     assert text.splitlines()[-1].split() == ["−9.00", "GiB", "--loss", "chunked", "same", "result"]
     assert "fits" not in text

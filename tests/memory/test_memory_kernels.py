@@ -200,6 +200,22 @@ def test_what_needs_no_gradient_now_needs_no_backward(in_release: Switch) -> Non
         assert attended_by(BF16, RTX_4090, 224) == "flash"
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_repeated_in_a_run_where_the_plan_finds_no_kernel_that_shares_them(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train.extras.long_sequences.attention import _kernels_share_heads
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "RELEASE", (2, 13))
+    for size, dropout in itertools.product((64, 192, 200, 224, 256, 288), (0.0, 0.1)):
+        tensors: Any = [torch.empty(1, h, 8, size, dtype=dtype, device="meta", requires_grad=True) for h in (8, 2, 2)]
+        planned = attention_kernel(Target("cuda", capability=capability), tensors, dropout=dropout, is_causal=True)
+        query: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=tensors[0].shape)
+        assert _kernels_share_heads(query, dropout) is (planned == "flash"), (size, dropout, planned)
+
+
 def test_heads_of_256_need_a_new_cudnn(in_release: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     in_release(NEWEST)
     monkeypatch.setattr(kernels, "CUDNN", 92200)

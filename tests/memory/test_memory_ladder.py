@@ -161,6 +161,15 @@ def test_a_smaller_micro_batch_divides_the_global_batch(size: int, smaller: int)
     assert offered == f"--micro_batch_size {smaller}"
 
 
+def test_micro_batches_made_by_tokens_get_fewer_tokens() -> None:
+    """Such a run refuses micro_batch_size."""
+    flags = [flags for flags, _, _ in cheaper(step(max_tokens_per_micro_batch=8192))]
+    assert "--max_tokens_per_micro_batch 2048" in flags  # 2 × 1,024
+    assert not [flag for flag in flags if flag.startswith("--micro_batch_size")]
+    recipe = ["--model", "x", "--max_length", "1024", "--global_batch_size", "8"]
+    assert parse([*recipe, *flags[1].split()]).get("max_tokens_per_micro_batch") == 2048
+
+
 def test_an_evaluation_that_a_remedy_leaves_alone_is_not_its_saving() -> None:
     """Only --eval_batch_size changes one of more examples than the micro-batch."""
     found = {

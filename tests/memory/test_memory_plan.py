@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from train.memory.question import (
     target_of,
     vocabulary_size,
 )
-from train.records import UsageError, UserError
+from train.records import EXIT_DONE, UsageError, UserError
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8000}
@@ -628,3 +630,19 @@ def test_the_loss_without_all_logits_is_the_one_asked_for_or_the_best_that_is_th
     assert "loss" not in question().changes(bf16_setting(1, "none", "cce"))
     assert question(z_loss=1e-4).losses == ("full", "liger")
     assert replace(question(), device=Device("cpu", GIB, 0)).losses == ("full", "chunked")
+
+
+def test_a_length_within_the_models_positions_is_run_without_scaling_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run would refuse to scale them; the command that the plan prints has to be one that runs."""
+    from train.memory import __main__ as program
+
+    model = json.dumps({**LLAMA, "max_position_embeddings": 4096})
+    words = ["--model_config", model, "--tokenizer", "bytes", "--rope_scaling", "yarn", "--max_length", "auto"]
+    with patch.object(program, "Predictor", lambda: nullcontext(Synthetic(fixed=0.22 * GIB))):
+        for gib, scaling in ((0.9, "none"), (2, "yarn")):
+            assert program.main(["plan", *words, "--device", f"{gib}GiB", "--json"]) == EXIT_DONE
+            found = json.loads(capsys.readouterr().out)
+            assert (found["max_length"] <= 4096) is (scaling == "none"), found["max_length"]
+            typed = shlex.split(found["command"])
+            config = parse(typed[typed.index("train/main.py") + 1 :])
+            assert (config.get("rope_scaling"), config.data.max_length) == (scaling, found["max_length"])

@@ -195,7 +195,7 @@ def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_pa
     flags = ("--micro_batch_size", "auto", "--global_batch_size", 7)
     done = run_main("--config", recipe, *flags, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert "micro_batch_size: 7 × 64 tokens, predicted to take" in done.stdout  # the whole global batch, on any machine
+    assert "micro_batch_size: 7 × 62 tokens, predicted to take" in done.stdout  # the whole global batch, on any machine
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["micro_batch_size"] == 7
     assert summary_of(tmp_path / "run")["micro_batch_size"] == 7
 
@@ -220,8 +220,11 @@ class NextToACard:
     def settle(self) -> Any:
         return self.session.settle(self.run.config)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_host_bytes: int, **values: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, free_host_bytes: int, device: str = "cuda", **values: Any
+    ) -> None:
         import torch
+        from datasets import Dataset
 
         from train.config import from_values
         from train.launch import Launch
@@ -238,14 +241,14 @@ class NextToACard:
         monkeypatch.setattr(session, "longest_of", lambda batches: longest)
         data: Any = SimpleNamespace(
             tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
-            examples=SimpleNamespace(label_names=(), validation=range(100)),
+            examples=SimpleNamespace(label_names=(), validation=Dataset.from_dict({"length": [32] * 99 + [48]})),
             training_batches=lambda run, arithmetic: None,
         )
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
         config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
         data.task = load_task("causal_lm")(config)
         self.run = run_for(config, launch=Launch(precision="bf16"))
-        monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device("cuda", 0))
+        monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device(device, 0))
         self.jobs: list[Any] = []
         predictor: Any = SimpleNamespace(predict=self.predict)
         self.session = session.MemorySession(self.run, data, predictor)
@@ -275,6 +278,21 @@ def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pyt
     assert checkpointing(8, 10, optimizer_offload=True) == ("full", True)
     with pytest.raises(UserError, match=r"would take 7\.00 GiB in host memory, of which 6\.00 GiB is free"):
         checkpointing(6, 10, optimizer_offload=True)
+
+
+def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its longest documents have 64 tokens, and 48 to validate on: not as many as max_length allows."""
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", micro_batch_size=2, max_length=8192)
+    found.settle()
+    assert {(job.length, job.eval_length, job.eval_batch_size) for job in found.jobs} == {(64, 48, 2)}
+
+
+def test_a_run_on_the_cpu_is_predicted_for_it_although_a_card_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"gradient_checkpointing": "auto", "gradient_checkpointing_offload": True, "micro_batch_size": 2}
+    for device in ("cpu", "cuda"):
+        found = NextToACard(monkeypatch, 2**40, device, **values)
+        found.settle()
+        assert {job.target.device_type for job in found.jobs} == {device}
 
 
 @pytest.mark.parametrize(("offloads", "sharding"), [(True, "fsdp2_offload"), (False, "fsdp2")])

@@ -1,4 +1,18 @@
-"""``python -m train.memory``: plan a run before there is one, and explain why one ran out of memory."""
+"""Memory of a training run: predicted before it, explained after it. No GPU is needed.
+
+  plan      does a configuration fit on a device, and what is the fastest that does?
+  predict   only the first part: memory of a configuration as it stands
+  explain   what an out-of-memory message, or a log with one, says and what to do about it
+
+examples
+  python -m train.memory plan --config recipes/quickstart.yaml --device l4
+  python -m train.memory plan --model Qwen/Qwen2.5-0.5B --device 24GiB --max_length auto
+  python -m train.memory plan --config recipe.yaml --device h200 --grid --picture grid.png
+  python -m train.memory explain 'CUDA out of memory. Tried to allocate 2.00 GiB ...'
+  command 2>&1 | python -m train.memory explain
+
+python -m train.memory plan --help lists the flags.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +41,6 @@ from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_
 from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
-ABOUT = """\
-Memory of a training run: predicted before it, explained after it. No GPU is needed.
-
-  plan      does a configuration fit on a device, and what is the fastest that does?
-  predict   only the first part: memory of a configuration as it stands
-  explain   what an out-of-memory message, or a log with one, says and what to do about it
-
-examples
-  python -m train.memory plan --config recipes/quickstart.yaml --device l4
-  python -m train.memory plan --model Qwen/Qwen2.5-0.5B --device 24GiB --max_length auto
-  python -m train.memory plan --config recipe.yaml --device h200 --grid --picture grid.png
-  python -m train.memory explain 'CUDA out of memory. Tried to allocate 2.00 GiB ...'
-  command 2>&1 | python -m train.memory explain
-
-python -m train.memory plan --help lists the flags.
-"""
 FLAGS = """\
 Every flag of the training command line may be given too: --config, --model, --model_config, --max_length,
 --micro_batch_size, --global_batch_size ... (train/main.py --help lists them). The data is not read.
@@ -84,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:
         if not words or (words[-1] in ("-h", "--help") and words[0] not in ("plan", "predict")):
-            print(ABOUT, end="")
+            print(__doc__, end="")
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
             raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
@@ -122,6 +120,8 @@ def run_plan(arguments: list[str]) -> None:
         sizes = {"max_length": question.config.data.max_length, "global_batch_size": question.global_batch_size}
         values = {**vars(plan.best.setting), **sizes}
         said = {name: values[name] for opened, names in AUTO.items() if opened in request.open for name in names}
+        is_scaled, asked = (q.config.get("rope_scaling") for q in (question, request.question))
+        said |= {} if is_scaled == asked else {"rope_scaling": is_scaled}  # the model may have positions enough
         command = advice.command(question, plan.best.setting, request.words, said)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     show(request, text, advice.plan_values(question, plan, command))

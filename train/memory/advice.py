@@ -82,7 +82,7 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     if plan.asked == best:
         return ["Nothing that fits is estimated to be faster. To run it:", f"  {command}"]
     gain = ""
-    if plan.asked is not None and best.seconds_per_token:
+    if plan.asked is not None and best.seconds_per_token and not question.on_cpu:  # whose rates only rank
         gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
     return [
         f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
@@ -96,9 +96,9 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
     notes = list(outcome.prediction.notes)
     if outcome.job.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask")
-    if question.on_cpu:
+    if question.device.kind == "cpu":
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
-    elif not question.has_known_speed:
+    elif not question.has_known_speed and not question.on_cpu:
         notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by rates of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")

@@ -19,7 +19,7 @@ _WIDTH = 100
 class Situation:
     """Where a run stood when its memory was full."""
 
-    phase: str  # forward, backward, clip, optimizer or evaluation; empty outside a step
+    phase: str | None  # forward, backward, clip, optimizer or evaluation; empty outside a step, None: not known
     micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
     bytes_by_kind: dict[str, int]  # at the predicted peak
     predicted_peak_bytes: int | None
@@ -181,16 +181,15 @@ def post_mortem(message: str, situation: Situation) -> str:
     """
     oom, shape = parse_oom(message), situation.micro_batch_shape
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
-    where = f"in {situation.phase}" if situation.phase else "outside a step"
-    lines = [f"Out of memory {where}{batch}.", *_kinds(situation)]
+    where = "" if situation.phase is None else f" in {situation.phase}" if situation.phase else " outside a step"
+    lines = [f"Out of memory{where}{batch}.", *_kinds(situation)]
     if oom is not None:
         held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
         weights_fill = held >= oom.available_bytes > 0
         cause, account = _account(oom, weights_fill, _recognised(oom.requested_bytes, situation))
         lines += account
         if cause == "weights":
-            of_weights = ("--optimizer", "--dtype")
-            situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith(of_weights)])
+            situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith("--optimizer")])
         if cause in ("weights", "others", "fragmentation", "refused"):
             lines += _wrapped("First: ", "{}  ({})".format(*_WHAT_TO_DO[cause][0]))
     return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else 0)])

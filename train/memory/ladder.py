@@ -185,5 +185,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         evaluated = job.eval_batch_size and (values["eval_batch_size"] or size)
         sizes = {"micro_batch_size": size, "length": length, "eval_batch_size": evaluated}
         changed = replace(job, values=values, accumulates=accumulates, **sizes)
-        found.append((f"--{remedy.name} {value}", remedy.note, changed))
+        by_tokens = remedy is MICRO_BATCH and job.values.get("max_tokens_per_micro_batch")
+        typed = f"--max_tokens_per_micro_batch {size * length}" if by_tokens else f"--{remedy.name} {value}"
+        found.append((typed, remedy.note, changed))
     return found

@@ -310,8 +310,8 @@ class Question:
 def replace_length(question: Question, length: int) -> Question:
     """``question`` with another ``max_length``."""
     config = question.config.changed(max_length=length)
-    if config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None:
-        # The factor follows the length, and takes no memory; but it is never below one.
-        factor = max(2.0, length / (_model_says(config, "max_position_embeddings") or length))
-        config = config.changed(rope_scaling_factor=factor)
+    # The factor follows the length, if none is given; a run refuses one where the model has positions enough.
+    follows = config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None
+    if follows and length <= (_model_says(config, "max_position_embeddings") or 0):
+        config = config.changed(rope_scaling="none")
     return replace(question, config=config)

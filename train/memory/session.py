@@ -22,13 +22,13 @@ from train.extras.longest import longest_of
 from train.extras.oom import parse_oom
 from train.figures import gib
 from train.memory import Options
-from train.memory.devices import this_device
+from train.memory.devices import find_device, this_device
 from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
-from train.records import BatchArithmetic, MicroBatch, Parts, Run, UserError
+from train.records import BatchArithmetic, MicroBatch, Parts, Run, UserError, column
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
@@ -49,7 +49,8 @@ class MemorySession:
         """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
         run, tokenizer = self._run, self._data.tokenizer
         num_labels = len(self._data.examples.label_names)
-        job = job_of(config, target_of(this_device()), len(tokenizer), num_labels, world_size=run.launch.world_size)
+        device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
+        job = job_of(config, target_of(device), len(tokenizer), num_labels, world_size=run.launch.world_size)
         ids = (tokenizer.bos_token_id, *(self._data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         return replace(
             job,
@@ -72,23 +73,25 @@ class MemorySession:
         if not self._is_predictable:
             where = str(run.launch) if run.launch.copies > 1 else self._device.type
             raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
+        pair = longest_of(self._data.training_batches(run, BatchArithmetic(2, 1, 1)))
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
-            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
+            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried, pair))
         if is_open:
             sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
-            named = [(f"{n} × {config.data.max_length:,} tokens", {"micro_batch_size": n}) for n in sizes]
-            config = config.changed(**self._chosen("micro_batch_size", named, config))
+            named = [(f"{n} × {pair.shape[1]:,} tokens", {"micro_batch_size": n}) for n in sizes]
+            config = config.changed(**self._chosen("micro_batch_size", named, config, pair))
         return config
 
-    def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
-        """The flags for what is left to auto under ``name``, the same on every rank."""
-        pair = longest_of(self._data.training_batches(self._run, BatchArithmetic(2, 1, 1)))
+    def _chosen(self, name: str, ways: list[Any], config: Config, pair: MicroBatch) -> dict[str, Any]:
+        """The flags for what is left to auto under ``name``, the same on every rank; ``pair``: the longest examples."""
+        length, examples = pair.shape[1], self._data.examples.validation
+        evaluated = length if "documents" in pair.inputs else int(column(examples, "length").max(initial=1))
 
         def needs(changes: dict[str, Any]) -> int:
-            job = self._job(config.changed(**changes))
-            most = max(1, -(-len(self._data.examples.validation) // job.world_size))  # all that a rank evaluates
+            job = self._job(config.changed(**changes), length=length, eval_length=evaluated)
+            most = max(1, -(-len(examples) // job.world_size))  # all that a rank evaluates
             padded = "attention_mask" in pair.inputs and job.micro_batch_size > 1
             job = replace(job, padded=padded, eval_batch_size=min(job.eval_batch_size or 1, most))
             found = self._predictor.predict(job)
@@ -165,7 +168,7 @@ class MemorySession:
         if self._device.type != "cpu" and (oom := parse_oom(words)) and oom.on_host:  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
-        phase = fault.phase if fault else getattr(meter, "phase", "")
+        phase = fault.phase if fault else getattr(meter, "phase", None)
         job, size = self._asked, "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
         if job is not None and shape is not None:
             job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})

@@ -283,21 +283,31 @@ def batch_of(inputs: dict[str, Tensor]) -> MicroBatch:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "head_size", "shares"),
+    ("dtype", "capability", "head_size", "dropout", "shares"),
     [
-        (torch.float16, (8, 0), 256, True),
-        (torch.float16, (7, 5), 64, False),
-        (torch.float32, (9, 0), 64, False),
-        (torch.bfloat16, (8, 9), 192, True),
-        (torch.bfloat16, (8, 9), 224, False),
+        (torch.float16, (8, 0), 256, 0.1, True),
+        (torch.float16, (7, 5), 64, 0.0, False),
+        (torch.float32, (9, 0), 64, 0.0, False),
+        (torch.bfloat16, (8, 9), 192, 0.1, True),
+        (torch.bfloat16, (8, 9), 224, 0.0, False),
+        (torch.bfloat16, (8, 9), 256, 0.0, True),
+        (torch.bfloat16, (8, 9), 256, 0.1, False),
+        (torch.bfloat16, (12, 0), 200, 0.0, False),
+        (torch.bfloat16, (10, 3), 256, 0.1, True),
+        (torch.bfloat16, (9, 0), 288, 0.0, False),
     ],
 )
 def test_heads_are_shared_only_where_a_kernel_does(
-    dtype: torch.dtype, capability: tuple[int, int], head_size: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    head_size: int,
+    dropout: float,
+    shares: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 128, head_size))
-    assert attention._kernels_share_heads(query) is shares  # pyright: ignore[reportArgumentType]
+    assert attention._kernels_share_heads(query, dropout) is shares  # pyright: ignore[reportArgumentType]
 
 
 # Which models can be told

@@ -293,3 +293,15 @@ def test_progress_text() -> None:
     assert progress_text(memory) == "5.00 GiB"
     memory["peak_reserved_bytes"] = 7 * 2**30
     assert progress_text(memory) == "5.00 GiB, 7.00 GiB reserved"
+
+
+def test_a_card_that_a_run_on_the_cpu_leaves_alone_is_not_its_hardware(monkeypatch: pytest.MonkeyPatch):
+    from types import SimpleNamespace
+
+    from train.extras.report.machine import hardware
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    card = SimpleNamespace(name="NVIDIA L4", total_memory=2**34)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    assert hardware("cpu")["gpus"] == []
+    assert hardware("cuda")["gpus"] == hardware()["gpus"] == [{"name": "NVIDIA L4", "memory_bytes": 2**34}]

@@ -87,7 +87,7 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``; repeats heads of key and value where torch would hold all scores to share them."""
     shared, within = query.shape[1] // key.shape[1], module
-    if shared > 1 and not _kernels_share_heads(query):
+    if shared > 1 and not _kernels_share_heads(query, options.get("dropout", 0.0)):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
         within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))  # shares none
     return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
@@ -97,17 +97,18 @@ def attend_rows(
 AttentionInterface.register("sdpa", attend)
 
 
-def _kernels_share_heads(query: Tensor) -> bool:
+def _kernels_share_heads(query: Tensor, dropout: float = 0.0) -> bool:
     """Whether torch's attention without a mask shares heads in a kernel that does not hold all scores.
 
     On a card flash attention and cuDNN do, the memory-efficient kernel does not (torch 2.13, ``sdp_utils.cpp``).
     """
     if query.device.type != "cuda":
         return True
-    capability = torch.cuda.get_device_capability(query.device)
-    limit = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192  # elsewhere flash has no backward for wider ones
+    capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
+    is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # no room for the backward of wide heads
+    lacks_backward = is_narrow and size > 192 and (size <= 224 or dropout > 0)
     is_half = product_dtype(query) in (torch.float16, torch.bfloat16)
-    return is_half and capability >= (8, 0) and query.shape[-1] <= limit
+    return is_half and capability >= (8, 0) and size <= 256 and not lacks_backward
 
 
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
@@ -174,9 +175,6 @@ def flash_over_lengths() -> Callable[..., Any]:
 
     shares = "enable_gqa" in inspect.signature(varlen_attn).parameters  # in torch 2.11 without being asked
     return functools.partial(varlen_attn, enable_gqa=True) if shares else varlen_attn
-
-
-# Whether a model takes document boundaries
 
 
 def has_short_windows(model: Any, max_length: int) -> bool:

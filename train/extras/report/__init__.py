@@ -93,7 +93,8 @@ class Extra(extras.Extra):
         from train.extras.report.page import page
 
         # What others have said of it, such as micro-batches that are formed by tokens, stays.
-        summary |= {**what_was_run(run, parts), **summary, "hardware": hardware(), "versions": versions()}
+        machine = {"hardware": hardware(run.accelerator.device.type), "versions": versions()}
+        summary |= {**what_was_run(run, parts), **summary, **machine}
         sample = _sample(run, parts) if (run.launch.engine, run.launch.tp_size) == ("ddp", 1) else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)

@@ -17,11 +17,11 @@ from train import __version__
 from train.figures import count, gib
 
 
-def hardware() -> dict[str, Any]:
-    """The machine, without its name or its users; memory in bytes."""
+def hardware(device_type: str = "cuda") -> dict[str, Any]:
+    """The machine, without its name, its users, or cards that a run on another type of device left alone."""
     import torch
 
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() * (device_type == "cuda"))]
     cpus = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
     return {
