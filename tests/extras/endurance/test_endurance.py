@@ -75,6 +75,17 @@ def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> No
     assert named == f"/data/metrics.jsonl cannot be written: Read-only file system. {start}"
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
+def test_a_file_of_somebody_else_that_cannot_be_read_is_not_called_unwritable(number: int, tmp_path: Path) -> None:
+    """The traceback names the line that opened it."""
+    extra, config = Extra(), Config().changed(**MODEL, output_dir=str(tmp_path / "run"))
+    with extra.open(config, Launch(), []):
+        assert extra.failed(None, OSError(number, "no", str(tmp_path / "private.jsonl"))) is None
+        assert extra.failed(None, OSError(number, "no")) is None
+        own = str(tmp_path / "run/checkpoints/step-00000001")
+        assert str(extra.failed(None, OSError(number, "no", own))).startswith(f"{own} cannot be written: no.")
+
+
 def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with()
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))

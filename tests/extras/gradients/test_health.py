@@ -139,6 +139,26 @@ def test_what_fp16_has_lost_is_told_from_zeros_that_are_right() -> None:
     assert row["flushed"] == [pytest.approx(2 / 12, rel=1e-3)] and row["flushed_scaled"] == [0.0]
 
 
+def test_a_sum_of_losses_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loss is computed in the head, a head's output is that sum, as large as there are targets."""
+
+    class LossHead(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 1e5 * super().forward(input).sum()
+
+    network, rows = Net(), list[dict[str, Any]]()
+    network.head.__class__ = LossHead
+    run = run_for(from_values({"model": "x"}), Accelerator(cpu=True))
+    monkeypatch.setattr(run.outputs, "record", lambda run, kind, step, row: rows.append(row))
+    ill = Health(run, network, 1)
+    ill.step = 1
+    with ill.measuring():
+        network(**batch(1).inputs).backward()
+        ill.see_gradient()
+    seen = dict(zip(rows[0]["layers"], rows[0]["activations"], strict=True))
+    assert seen["head"] is None and 0 < seen["blocks.0"] < 100
+
+
 def test_layers_are_blocks_and_modules_outside_of_blocks() -> None:
     assert layer_of("model.layers.3.mlp.up_proj") == "model.layers.3"
     assert layer_of("lm_head") == "lm_head" and layer_of("0") == "0"

@@ -446,7 +446,7 @@ def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
     path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
     assert message(path, True) == (
         f"{path}: every label is that of a single record, which training needs. Add records, or "
-        "--validation_dataset; or choose another --label_column."
+        "--validation_dataset (a function: a validation split); or take another --label_column."
     )
 
 
@@ -803,6 +803,16 @@ def test_records_read_are_those_json_reads(tmp_path: Path) -> None:
 def test_a_run_among_its_own_documents_is_refused(tmp_path: Path) -> None:
     """When it resumes it would read what it has written."""
     given = {"dataset": str(tmp_path), "output_dir": str(tmp_path / "runs" / "a"), "tokenizer": "bytes", "model": "x"}
-    with pytest.raises(UsageError, match=r"output_dir: it lies in the dataset .*read as documents"):
-        check(from_values(given))
+    of_others = {**given, "dataset": "stdlib", "validation_dataset": str(tmp_path)}
+    for values in (given, {**given, "output_dir": str(tmp_path)}, of_others):
+        with pytest.raises(UsageError, match=r"output_dir: it lies in the dataset .*read as documents"):
+            check(from_values(values))
     check(from_values({**given, "output_dir": f"{tmp_path}-runs"}))
+
+
+def test_a_split_of_a_plain_folder_is_not_ignored(tmp_path: Path) -> None:
+    given = {"dataset": str(tmp_path), "dataset_split": "books", "tokenizer": "bytes", "model": "x"}
+    with pytest.raises(UsageError, match=r"dataset_split: .* has neither splits nor configurations: leave it out"):
+        check(from_values(given))
+    (tmp_path / "dataset_dict.json").write_text("{}")  # as save_to_disk writes it
+    check(from_values(given))

@@ -32,7 +32,6 @@ def returned(tmp_path: Path, body: str, labelled: bool = False) -> Any:
         ("{'train': ['a']}", "returned dict"),
         ("Dataset.from_dict({'body': ['a']})", r"the train split has no column 'text', only \['body'\]"),
         ("Dataset.from_dict({'text': ['a']}).to_iterable_dataset()", "returned IterableDataset: return a 🤗 Dataset"),
-        ("Dataset.from_dict({'text': ['a']})", r"1 document\(s\) cannot be split in two: return a validation split"),
     ],
 )
 def test_a_function_that_returns_something_else_is_told(body: str, message: str, tmp_path: Path) -> None:
@@ -76,6 +75,25 @@ def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | Non
         assert (len(found.train), len(found.validation)) == (19, 1)
         assert sorted([*found.train["text"][:], *found.validation["text"][:]]) == sorted(texts)
         assert set(found.train["label"]) == {0, 1}
+
+
+def test_every_label_of_a_function_keeps_a_document_to_train_on(tmp_path: Path) -> None:
+    """Whichever row the rare label is in."""
+    for rare in range(0, 20, 3):
+        labels = ["rare" if row == rare else "usual" for row in range(20)]
+        body = f"Dataset.from_dict({{'text': [str(row) for row in range(20)], 'label': {labels!r}}})"
+        found = returned(tmp_path, body, labelled=True)
+        assert set(found.train["label"]) == {"rare", "usual"} and found.validation["label"][:] == ["usual"]
+        assert found.notes == ("held out 1 of 20 documents for validation",)
+
+
+def test_a_single_document_of_a_function_is_cut_in_two(tmp_path: Path) -> None:
+    """As that of a file is."""
+    text = "one line of a hundred\n" * 100
+    found = returned(tmp_path, f"Dataset.from_dict({{'text': [{text!r}]}})")
+    assert found.train["text"][0] + found.validation["text"][0] == text and len(found.validation["text"][0]) == 110
+    with pytest.raises(UserError, match=r"one document, too short to be split in two\. Add text, or a"):
+        returned(tmp_path, "Dataset.from_dict({'text': ['a']})")
 
 
 def test_a_transform_is_not_dropped_without_a_word(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
 STOPPED = "stopped.json"
 MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
@@ -231,13 +231,19 @@ class Extra(extras.Extra):
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
-        if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
+        if self._config is None or not isinstance(error, OSError) or not self._could_not_write(error):
             if self._is_trained and self._config is not None:
                 done = "what comes after the last step has failed; its checkpoint is written"
                 show_error(f"{done}: {self._same_command()} makes what is missing.")
             return None
         where = error.filename or self._config.output.output_dir
         return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
+
+    def _could_not_write(self, error: OSError) -> bool:
+        """Whether a file of this run could not be written; one that could not be read is not its own."""
+        folder = Path(self._config.output.output_dir).resolve()
+        is_own = isinstance(error.filename, str) and folder in Path(error.filename).resolve().parents
+        return error.errno in FULL or (is_own and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""

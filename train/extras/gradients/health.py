@@ -70,7 +70,8 @@ class Health:
     def _see(self, layer: str, module: nn.Module, inputs: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) and output else output
         known = self._activations
-        if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+        # An output embedding may give the sum of losses.
+        if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
             low, high = torch.aminmax(local(output))
             largest = torch.maximum(-low, high).float().nan_to_num(torch.finfo(torch.float32).max)
             known[layer] = torch.maximum(known.get(layer, largest), largest)

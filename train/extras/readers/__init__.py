@@ -88,15 +88,17 @@ class Extra(extras.Extra):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
         of_hub = [key for key in ("dataset_config", "dataset_split", "validation_split") if key in unread]
-        if of_hub and (name == "stdlib" or Path(name).is_file()):
+        if of_hub and (name == "stdlib" or (Path(name).exists() and not any(Path(name).glob("dataset_*.json")))):
             raise UsageError(f"{of_hub[0]}: {name} has neither splits nor configurations: leave it out.")
         if own.dataset_split == own.validation_split:
             raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and (not size.isdecimal() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
-        if Path(name).is_dir() and Path(name).resolve() in Path(config.output.output_dir).resolve().parents:
-            raise UsageError(f"output_dir: it lies in the dataset {name}: its files would be read as documents.")
+        output = Path(config.output.output_dir).resolve()
+        for folder in filter(Path.is_dir, map(Path, (name, own.validation_dataset or name))):
+            if folder.resolve() in (output, *output.parents):
+                raise UsageError(f"output_dir: it lies in the dataset {folder}: its files would be read as documents.")
         _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:

@@ -82,9 +82,9 @@ def load_returned(config: Config, data: Source) -> Corpus:
         known = documents.column_names
         if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
             raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known or 'no rows'}.")
-    if "validation" not in splits and (count := len(splits["train"])) < 2:
-        raise UserError(f"{name}: {count} document(s) cannot be split in two: return a validation split.")
     splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}
+    if "validation" not in splits:
+        splits["train"], splits["validation"] = _hold_out(splits["train"].with_format(None), data)
     return replace(corpus_of(splits, config), notes=tuple(data.notes))
 
 
@@ -186,7 +186,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         # Not in memory: the parts land in the cache.
         parts = readers.cached(halves, documents.features, document=documents, fraction=fraction)
         if len(parts) < 2:
-            raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
+            raise UserError(f"{name}: one document, too short to be split in two. Add text, or a validation split.")
         data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
         return parts.select([0]), parts.select([1])
     order = np.random.default_rng(0).permutation(len(documents))
@@ -197,7 +197,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         order = np.array([position for position in order if last[labels[position]] != position], dtype=int)
     validation = np.sort(order[:count])
     if not len(validation):
-        advice = "Add records, or --validation_dataset; or choose another --label_column"
+        advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"
         raise UserError(f"{name}: every label is that of a single record, which training needs. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)

@@ -42,8 +42,9 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        if config.of(Options).early_stopping_patience is not None and config.output.eval_every_steps is None:
-            raise UsageError("early_stopping_patience needs eval_every_steps.")
+        asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
+        if asked and config.output.eval_every_steps is None:
+            raise UsageError(f"{asked[0]} needs eval_every_steps: without it only the last step is evaluated.")
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
