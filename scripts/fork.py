@@ -6,8 +6,7 @@
 
 What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
 what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
-test file that imports an extra that is gone, sets one of its options, shows a sign of it, or needs such a file. Signs
-are in fork.yaml.
+test file that imports an extra that is gone, sets one of its options, shows a sign of it, or needs such a file.
 """
 
 from __future__ import annotations
@@ -27,12 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train import extras
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore")
-SCRIPTS = ("setup.sh", "test.sh", "slurm.sbatch", "quickstart.sh")
-# Pages of docs/ that are about one extra, or (None) about what is not copied
-PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance", "studies": None}
 LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
-SIGNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MENTIONED = re.compile(r"(?:from|import) (?:[\w.]+\.)?(\w+)|(\w+)\.py\b")  # modules that a file imports or starts
 
 
@@ -70,20 +65,21 @@ class Fork:
 
     def make(self) -> list[str]:
         """Copies all; returns lines about recipes that stay behind."""
-        pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem, "") not in (*self.gone, None)]
+        about, files = TABLES["pages"], map(ROOT.joinpath, TABLES["files"])
+        pages = [page for page in (ROOT / "docs").glob("*.md") if about.get(page.stem, "") not in (*self.gone, None)]
         pages += [page for page in (ROOT / "docs" / "extras").glob("*.md") if page.stem in self.keep]
-        for path in (*map(ROOT.joinpath, FILES), *pages, *self._files("train"), *self._files("accelerate_configs")):
+        for path in (*files, *pages, *self._files("train"), *self._files("accelerate_configs")):
             self._copy(path)
         left_out = []
         for path in self._files("recipes"):
             text, is_recipe = path.read_text(encoding="utf-8"), path.suffix == ".yaml"
-            needed = [name for name in self.gone if re.search(SIGNS["recipes"].get(name, "(?!)"), text, re.MULTILINE)]
+            needed = [name for name in self.gone if re.search(TABLES["recipes"].get(name, "(?!)"), text, re.MULTILINE)]
             if is_recipe and needed:
                 left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(sorted(needed))}: left out")
             else:
                 self._copy(path, without_keys=is_recipe)
         starts = (self.target / "recipes" / "quickstart.yaml").exists()
-        for name in SCRIPTS if starts else SCRIPTS[:-1]:
+        for name in TABLES["scripts"] if starts else TABLES["scripts"][:-1]:
             self._copy(ROOT / "scripts" / name)
         for path in self._tests():
             self._copy(path, without_keys=path.name in ("conftest.py", "support.py"))
@@ -114,7 +110,7 @@ class Fork:
 
     def _tests(self) -> Iterable[Path]:
         """The test files that need nothing that is gone."""
-        signs = [SIGNS["template"], *(SIGNS["tests"][name] for name in self.gone if name in SIGNS["tests"])]
+        signs = [TABLES["template"], *(TABLES["tests"][name] for name in self.gone if name in TABLES["tests"])]
         signs += [f"train[./]{part.replace('/', '[./]')}\\b" for part in self.gone.values()]
         for name in self.options:
             signs.append(rf"--{name}\b|^{name}: |\b{name}=")
@@ -133,17 +129,8 @@ class Fork:
     def _readme(self, starts: bool) -> str:
         pages = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
         first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
-        return f"""# {self.target.name}
-
-Made from a training template for 🤗 Accelerate. A run is `train/main.py`, its step `train/step.py`; a task is a file of
-`train/tasks/`. Extras: {", ".join(self.keep) or "none"}. Docs: {", ".join(pages)}.
-
-```bash
-bash scripts/setup.sh dev
-{first}.venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml train/main.py --help
-bash scripts/test.sh            # lint, types, tests
-```
-"""
+        words = {"name": self.target.name, "extras": ", ".join(self.keep) or "none", "docs": ", ".join(pages)}
+        return TABLES["readme"].format(**words, quickstart=first)
 
 
 def main(words: Sequence[str] | None = None) -> int:

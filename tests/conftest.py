@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -60,9 +61,11 @@ def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _device_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
-    """accelerate keeps the device of a process's first Accelerator; a test for a card begins without one."""
+    """accelerate keeps device and precision of a process's first Accelerator; a test for a card begins without one, and
+    so does one that follows a run in half precision."""
     is_gpu = request.node.get_closest_marker("gpu") is not None
-    if is_gpu:
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if is_gpu or (state is not None and state._shared_state.get("_mixed_precision", "no") != "no"):
         forget_device()
     yield
     if is_gpu:

@@ -24,7 +24,7 @@ def arguments(folder: Path, *more: Any) -> tuple[Any, ...]:
 
 
 def flipped_bit(step: int) -> Fault:
-    """A bit of one weight is another after the step, which counts from 1."""
+    """A bit of one weight is another after the step, from 1 on; not the last one, which updates may round away."""
     return partial(_flipped_bit, step)
 
 
@@ -38,7 +38,7 @@ def _flipped_bit(step: int, rank: int) -> None:
         calls[0] += 1
         if calls[0] == step:
             with torch.no_grad():
-                next(model.parameters()).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+                next(model.parameters()).view(-1)[:1].view(torch.int32).bitwise_xor_(2**12)
         return outcome
 
     module.optimizer_step = then_flipped
