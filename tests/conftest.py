@@ -27,7 +27,16 @@ LLAMA = (
     "  {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, tie_word_embeddings: true}"
 )
-LONG = ("faults", "scripts", "extras/endurance", "extras/parallelism")
+LONG = (
+    "faults",
+    "scripts",
+    "extras/endurance",
+    "extras/parallelism",
+    "memory",
+    "test_recipes",
+    "test_emulated",
+    "test_fsdp2",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

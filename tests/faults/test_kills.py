@@ -49,8 +49,8 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
-EVERY = 1 if os.environ.get("KILLS") == "all" else 4
-"""KILLS=all kills before each change to the disk, instead of one of four, and two ranks at each step, not at half."""
+EVERY = 1 if os.environ.get("KILLS") == "all" else 8
+"""KILLS=all kills before each change to the disk, not one of eight (of a save: of four), and two ranks at each step."""
 
 
 class Runs:
@@ -221,7 +221,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
         first, last = (  # none under DDP for the other rank: the first writes everything
             next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, 3 * EVERY if variant == SHARDED else EVERY):
+        for number in range(first, last, min(4, EVERY) * (3 if variant == SHARDED else 1)):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import transformers
 
 from scripts.benchmarks import architectures, harness
+
+PARTS = 8 if os.environ.get("ARCHITECTURES") == "all" else 4  # every second one otherwise
 
 
 @pytest.mark.parametrize(
@@ -16,8 +19,12 @@ from scripts.benchmarks import architectures, harness
         ("causal_lm", ("mixtral", "bart", "doge")),
         pytest.param("masked_lm", ("modernbert", "albert", "fnet", "convbert", "roberta"), marks=pytest.mark.slow),
         pytest.param("sequence_classification", ("bert", "gpt2", "canine", "xlm"), marks=pytest.mark.slow),
-        # All of them, in parts that each take some minutes
-        *(pytest.param(t, slice(n, None, 4), marks=pytest.mark.slow) for t in architectures.TASKS for n in range(4)),
+        # In parts that each take some minutes
+        *(
+            pytest.param(t, slice(n, None, 8), marks=pytest.mark.slow)
+            for t in architectures.TASKS
+            for n in range(PARTS)
+        ),
     ],
 )
 def test_architectures_are_equal_to_themselves_or_refused_as_the_table_says(

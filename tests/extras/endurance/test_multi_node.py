@@ -25,6 +25,7 @@ from train.records import EXIT_DONE, EXIT_ERROR
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 CABLE = "cable"
+IS_WHOLE = os.environ.get("KILLS") == "all"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -176,7 +177,8 @@ def test_two_hosts_make_the_run_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "lost"), [("torchrun", 1), ("torchrun", 0), ("ddp_multi_node", 0), ("fsdp2_multi_node", 1)]
+    ("launcher", "lost"),
+    [("torchrun", 0), ("fsdp2_multi_node", 1), *([("torchrun", 1), ("ddp_multi_node", 0)] * IS_WHOLE)],
 )
 def test_lost_host_is_named_and_both_started_again_resume_exactly(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str, lost: int
