@@ -207,7 +207,7 @@ class Flipping(io.FileIO):
     [
         (of_other_content("manifest.json", "[" * 100_000), "cannot be read (RecursionError)"),
         (of_other_content("manifest.json", {"step": 2, "files": {}}), "cannot be read (KeyError)"),
-        (pipe("manifest.json"), "its manifest.json is missing"),
+        (pipe("manifest.json"), "its manifest.json is empty"),
         (pipe("model-00000.safetensors"), "model-00000.safetensors has 0 bytes instead of"),
     ],
 )
@@ -315,7 +315,7 @@ def test_final_of_a_module_with_a_way_of_its_own_to_save(tmp_path: Path) -> None
 def test_a_model_that_has_grown_is_named(two: Path) -> None:
     state = training_state()
     cast("nn.Sequential", state.model).append(nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"has no 3\.weight of 2 dimensions: it is of another model"):
+    with pytest.raises(UserError, match=r"has no 3\.weight of 2 dimensions: it belongs to another model"):
         checkpoint.restore(two / "step-00000002", state)
 
 

@@ -150,10 +150,11 @@ def test_an_error_inside_a_function_s_file_keeps_its_own_traceback(
     """It is not taken for a module, or a function, that is not there."""
     monkeypatch.chdir(tmp_path)
     Path("failing_for_test.py").write_text(f"{line}\ndef documents(): ...\n")
-    for source in ("failing_for_test", "failing_for_test.py"):
+    Path("no_such_package_of_mine.failing.py").write_text(f"{line}\ndef documents(): ...\n")
+    for source in ("failing_for_test", "failing_for_test.py", "no_such_package_of_mine.failing.py"):
         with pytest.raises((ImportError, AttributeError, OSError), match=error) as caught:
             load_function(f"{source}:documents", "dataset")
-        assert Path(caught.traceback[-1].path).name == "failing_for_test.py"
+        assert Path(caught.traceback[-1].path).name in ("failing_for_test.py", source)
 
 
 MARKED = """

@@ -331,19 +331,6 @@ def test_a_step_that_fails_loses_none_of_those_before_it(
     assert [p.step for p in run.saved] == saved
 
 
-def test_a_loss_that_is_too_high_does_not_hide_the_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Recorder(config(log_every_steps=10))
-    monkeypatch.setattr(Recorder, "engine", Failing(run.accelerator, run.config))
-
-    def diverged(run: Run, progress: Progress, *arguments: Any) -> Progress:
-        raise DivergenceError("the loss is too high", progress, 0)
-
-    monkeypatch.setattr(loop, "log", diverged)
-    with pytest.raises(StepError, match="does not fit"):
-        run.fit(5)
-    assert [p.step for p in run.saved] == [2]
-
-
 def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where their checkpoint is written already: a run that resumes from it does not make them again."""
     run = Recorder(config(log_every_steps=10, save_every_steps=2))

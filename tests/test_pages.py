@@ -25,6 +25,16 @@ def test_files_on_the_page_exist() -> None:
         assert (ROOT / path).is_file(), path
 
 
+def test_defaults_of_the_core_on_the_page_of_the_loop_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8").split("## Flags of the core")[1].split("## ")[0]
+    rows = re.findall(r"^\| (`--.+?) \| (.*?) ?\| ", page, re.MULTILINE)
+    assert len(rows) > 15
+    for names, default in rows:
+        for name in re.findall(r"--(\w+)", names):
+            expected = fields()[name][1].default
+            assert default.strip("`") == ("" if expected is None else str(expected)), name
+
+
 def test_figures_on_the_page_are_those_of_the_memory_page() -> None:
     """Which a test compares with what the planner says, or with the results they are taken from."""
     explained = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

@@ -85,8 +85,8 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 def verify(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint: a file missing, truncated or altered; UserError where the disk itself fails."""
     try:
-        if checkpoint.is_symlink() or not (checkpoint / MANIFEST).is_file():  # to read a pipe would wait without end
-            return f"it is a link, or its {MANIFEST} is missing"
+        if checkpoint.is_symlink() or not (checkpoint / MANIFEST).stat().st_size:  # as of a pipe, where reading waits
+            return f"it is a link, or its {MANIFEST} is empty"
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         for name, expected in {INDEX: {}, STATE: {}, **manifest["files"]}.items():
             path = checkpoint / name

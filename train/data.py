@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -58,7 +59,7 @@ def prepare_data(run: Run) -> PreparedData:
 
     spec = str(config.data.tokenizer or own.model)
     tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, own.trust_remote_code)
-    found, _ = model_config_of(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
+    found, _ = model_config_of(run, type(task), tokenizer)  # reports what does not fit before hours of tokenising
     if task.labelled and getattr(found, "is_encoder_decoder", False):
         # Bart's and T5's classifiers want as many end marks in each example: one in a text stays text, in final/ too.
         tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
@@ -107,7 +108,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
         function = getattr(module, name, None)
     except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # it is there and imports what is not
+        if is_file or not f"{module_name}.".startswith(f"{error.name}."):  # it is there and imports what is not
             raise
         function = None
     finally:
@@ -123,8 +124,9 @@ def corpus_of(found: Any, config: Config) -> Corpus:
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
-        size = min(max(round(len(splits["train"]) * config.data.validation_fraction), 1), len(splits["train"]) - 1)
-        splits["train"], splits["validation"] = splits["train"].train_test_split(size, seed=0).values()
+        train, order = splits["train"], np.random.default_rng(0).permutation(len(splits["train"]))
+        size = min(max(round(len(order) * config.data.validation_fraction), 1), len(order) - 1)
+        splits |= {"train": train.select(order[size:]), "validation": train.select(order[:size])}
     return Corpus(config.data.dataset, splits["train"], splits["validation"], splits.get("test"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +53,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact:  # nothing of the steps before is lost
-                    with suppress(DivergenceError):  # what ends the run is this step
-                        progress = log(run, progress, since, of_step) if since else progress
+                    progress = log(run, progress, since, of_step) if since else progress
                     if progress.step > saved:
                         run.outputs.save(run, parts.state, progress, wait=True)
                 raise

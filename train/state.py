@@ -48,7 +48,7 @@ class StoredBlocks:
         """
         entry = self.index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):
-            raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
+            raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it belongs to another model.")
         whole, stored = tuple(entry["shape"]), entry["blocks"]
         if len(shape) != len(stored[0][1]):
             every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))

@@ -267,8 +267,8 @@ def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, f
     ] * ranks
     for number in range(first, len(Path(f"{log}.0").read_text().splitlines()) + 1, every):
         name = f"killed-{number}"
-        # A rank that is killed before it has told the store of itself counts as one that never came, after a minute.
-        with its.started(name, on_rank(0, at_change(number, tmp_path / name)), timeout_seconds=60) as job:
+        # A rank that is killed before it has told the store of itself counts as one that never came, after the timeout.
+        with its.started(name, on_rank(0, at_change(number, tmp_path / name)), timeout_seconds=20) as job:
             ended = job.end()
         if ended[0].status == EXIT_DONE:  # now and then a run makes one change fewer
             break

@@ -59,7 +59,8 @@ def test_rank_that_differs_is_named_and_nothing_of_it_is_saved(tmp_path: Path, r
     ended = run(its, tmp_path / "logs", ranks, on_rank(1, flipped_bit(5)))
     assert {end.status for end in ended} == {EXIT_ERROR}, ended[0].said
     who = "0, 1" if ranks == 2 else "1"
-    assert f"step 6: the weights of rank {who} differ from those of other ranks" in ended[0].said
+    than = "each other" if ranks == 2 else "those of other ranks"
+    assert f"step 6: the weights of rank {who} differ from {than}, and must not" in ended[0].said
     assert "Traceback" not in "".join(end.said for end in ended)
     kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert [path.name for path in kept] == ["step-00000002", "step-00000004"]

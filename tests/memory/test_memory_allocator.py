@@ -294,9 +294,9 @@ def test_segments_do_not_grow_under_wsl_and_on_cards_that_cannot_map_memory(monk
             answer._obj.value = maps
             return 0
 
-    def chosen() -> dict[str, str]:
+    def chosen(is_here: bool = True) -> dict[str, str]:
         environment: dict[str, str] = {}
-        use_expandable_segments(environment)
+        use_expandable_segments(environment, is_here)
         return environment
 
     monkeypatch.setattr(sys, "platform", "linux")
@@ -311,6 +311,7 @@ def test_segments_do_not_grow_under_wsl_and_on_cards_that_cannot_map_memory(monk
     assert chosen() == {}
     monkeypatch.setattr(sys, "platform", "win32")
     assert chosen() == {}
+    assert chosen(is_here=False) == expandable  # a plan for a card elsewhere is the same wherever it is made
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")

@@ -166,6 +166,8 @@ def test_micro_batches_made_by_tokens_get_fewer_tokens() -> None:
     flags = [flags for flags, _, _ in cheaper(step(max_tokens_per_micro_batch=8192))]
     assert "--max_tokens_per_micro_batch 2048" in flags  # 2 × 1,024
     assert not [flag for flag in flags if flag.startswith("--micro_batch_size")]
+    one = cheaper(replace(step(max_tokens_per_micro_batch=1024), micro_batch_size=2, length=500))
+    assert not [flags for flags, _, _ in one if flags.startswith("--max_tokens")]  # 500 would not hold an example
     recipe = ["--model", "x", "--max_length", "1024", "--global_batch_size", "8"]
     assert parse([*recipe, *flags[1].split()]).get("max_tokens_per_micro_batch") == 2048
 

@@ -239,9 +239,10 @@ class NextToACard:
         ids = torch.zeros(2, 64, dtype=torch.long)
         longest = MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128)
         monkeypatch.setattr(session, "longest_of", lambda batches: longest)
+        held_out = Dataset.from_dict({"length": [32] * 99 + [48]})
         data: Any = SimpleNamespace(
             tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
-            examples=SimpleNamespace(label_names=(), validation=Dataset.from_dict({"length": [32] * 99 + [48]})),
+            examples=SimpleNamespace(label_names=(), validation=held_out, test=None),
             training_batches=lambda run, arithmetic: None,
         )
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
@@ -284,7 +285,12 @@ def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -
     """Its longest documents have 64 tokens, and 48 to validate on: not as many as max_length allows."""
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", micro_batch_size=2, max_length=8192)
     found.settle()
-    assert {(job.length, job.eval_length, job.eval_batch_size) for job in found.jobs} == {(64, 48, 2)}
+    sizes = {(job.micro_batch_size, job.length, job.eval_length, job.eval_batch_size) for job in found.jobs}
+    assert sizes == {(2, 64, 48, 2)} and {job.values["max_length"] for job in found.jobs} == {8192}
+    budget: dict[str, Any] = {"max_tokens_per_micro_batch": 8192, "global_batch_size": 256}
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", max_length=8192, **budget)
+    found.settle()
+    assert {(job.micro_batch_size, job.length) for job in found.jobs} == {(128, 64)}  # not one of 8,192
 
 
 def test_a_run_on_the_cpu_is_predicted_for_it_although_a_card_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

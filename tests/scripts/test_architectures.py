@@ -21,7 +21,7 @@ PARTS = 8 if os.environ.get("ARCHITECTURES") == "all" else 4  # every second one
         pytest.param("sequence_classification", ("bert", "gpt2", "canine", "xlm"), marks=pytest.mark.slow),
         # In parts that each take some minutes
         *(
-            pytest.param(t, slice(n, None, 8), marks=pytest.mark.slow)
+            pytest.param(t, slice(n * 8 // PARTS, None, 8), marks=pytest.mark.slow)
             for t in architectures.TASKS
             for n in range(PARTS)
         ),

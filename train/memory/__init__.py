@@ -89,9 +89,9 @@ class Extra(extras.Extra):
         summary |= self._session.figures
 
 
-def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+def use_expandable_segments(environment: MutableMapping[str, str] = os.environ, is_here: bool = True) -> None:
     """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before anything is on a card."""
-    if not any(name in environment for name in ALLOCATOR) and _can_map_memory():
+    if not any(name in environment for name in ALLOCATOR) and (not is_here or _can_map_memory()):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 

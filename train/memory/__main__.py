@@ -77,8 +77,8 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Answers the command line and returns the exit status (see ``train.records``)."""
-    use_expandable_segments()  # as a run does
     words = sys.argv[1:] if arguments is None else arguments
+    use_expandable_segments(is_here=not any(word.startswith("--device") for word in words))  # as a run does on Linux
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:
         if not words or (words[-1] in ("-h", "--help") and words[0] not in ("plan", "predict")):

@@ -150,7 +150,7 @@ REMEDIES = (
     Remedy("micro_batch_size", None, "same result with the same --global_batch_size"),
     Remedy("gradient_checkpointing", "full", "recomputes activations; same result, about a third more time"),
     Remedy("eval_batch_size", 1, "if it happened in an evaluation; same result"),
-    Remedy("mixed_precision", "bf16", "about halves activations; differs by rounding"),
+    Remedy("mixed_precision", "bf16", "halves what matrix products keep; differs by rounding"),
     Remedy("optimizer_offload", True, "optimizer state to host memory; same result, slower"),
     Remedy("optimizer", "adamw_8bit", "moments of one byte; differs by rounding"),
     Remedy("optimizer", "adafactor", "hardly any optimizer state; changes the result: tune the learning rate again"),
@@ -164,9 +164,11 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     """What makes the step of ``job`` need less memory, cheapest first: (what to type, what it does, the job)."""
     is_adamw = job.values["optimizer"] == "adamw" and job.sharding in ("none", "ddp")
     is_plain = is_adamw and job.values.get("bf16_update") == "nearest" and not job.values["optimizer_offload"]
+    tokens, smaller = job.values.get("max_tokens_per_micro_batch"), divisors(job.micro_batch_size)[-2:][0]
+    least = job.values["max_length"] / job.length if tokens else 1  # of the examples, which a budget has to hold
     helps = {  # only those whose saving can be predicted
         CHUNKED: not job.num_labels and job.values.get("loss") == "full",
-        MICRO_BATCH: job.micro_batch_size > 1 and not job.values.get("optimizer_in_backward"),
+        MICRO_BATCH: job.micro_batch_size > 1 and not job.values.get("optimizer_in_backward") and least <= smaller,
         CHECKPOINTING: job.values.get("gradient_checkpointing", "full") != "full",
         EVALUATION: (job.eval_batch_size or 0) > job.micro_batch_size,
         OPTIMIZER_OFFLOAD: is_plain and job.target.device_type == "cuda",
@@ -174,7 +176,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         ADAFACTOR: is_adamw,
         MAX_LENGTH: job.length > 1,
     }
-    found, smaller = [], divisors(job.micro_batch_size)[-2:][0]  # the next that divides the global batch
+    found = []
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
         value = {MICRO_BATCH: smaller, MAX_LENGTH: job.length // 2}.get(remedy, remedy.value)
         values = {**job.values, "micro_batch_size": job.micro_batch_size, "max_length": job.length, remedy.name: value}
@@ -185,7 +187,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         evaluated = job.eval_batch_size and (values["eval_batch_size"] or size)
         sizes = {"micro_batch_size": size, "length": length, "eval_batch_size": evaluated}
         changed = replace(job, values=values, accumulates=accumulates, **sizes)
-        by_tokens = remedy is MICRO_BATCH and job.values.get("max_tokens_per_micro_batch")
+        by_tokens = remedy is MICRO_BATCH and tokens
         typed = f"--max_tokens_per_micro_batch {size * length}" if by_tokens else f"--{remedy.name} {value}"
         found.append((typed, remedy.note, changed))
     return found

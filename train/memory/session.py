@@ -73,27 +73,30 @@ class MemorySession:
         if not self._is_predictable:
             where = str(run.launch) if run.launch.copies > 1 else self._device.type
             raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
-        pair = longest_of(self._data.training_batches(run, BatchArithmetic(2, 1, 1)))
+        sizes = BatchArithmetic(2, 1, 1) if is_open else arithmetic_of(config, run.launch.dp_size)
+        longest = longest_of(self._data.training_batches(run, sizes))
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
-            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried, pair))
+            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried, longest))
         if is_open:
             sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
-            named = [(f"{n} × {pair.shape[1]:,} tokens", {"micro_batch_size": n}) for n in sizes]
-            config = config.changed(**self._chosen("micro_batch_size", named, config, pair))
+            named = [(f"{n} × {longest.shape[1]:,} tokens", {"micro_batch_size": n}) for n in sizes]
+            config = config.changed(**self._chosen("micro_batch_size", named, config, longest))
         return config
 
-    def _chosen(self, name: str, ways: list[Any], config: Config, pair: MicroBatch) -> dict[str, Any]:
-        """The flags for what is left to auto under ``name``, the same on every rank; ``pair``: the longest examples."""
-        length, examples = pair.shape[1], self._data.examples.validation
-        evaluated = length if "documents" in pair.inputs else int(column(examples, "length").max(initial=1))
+    def _chosen(self, name: str, ways: list[Any], config: Config, longest: MicroBatch) -> dict[str, Any]:
+        """The flags for what is left to auto under ``name``, the same on every rank, for the ``longest`` examples."""
+        splits = [split for split in (self._data.examples.validation, self._data.examples.test) if split is not None]
+        evaluated = max(int(column(split, "length").max(initial=1)) for split in splits)
+        evaluated = config.data.max_length if "documents" in longest.inputs else evaluated
 
         def needs(changes: dict[str, Any]) -> int:
-            job = self._job(config.changed(**changes), length=length, eval_length=evaluated)
-            most = max(1, -(-len(examples) // job.world_size))  # all that a rank evaluates
-            padded = "attention_mask" in pair.inputs and job.micro_batch_size > 1
-            job = replace(job, padded=padded, eval_batch_size=min(job.eval_batch_size or 1, most))
+            job = self._job(config.changed(max_length=longest.shape[1], **changes), eval_length=evaluated)
+            most = max(1, -(-len(splits[0]) // job.world_size))  # all that a rank evaluates
+            padded = "attention_mask" in longest.inputs and job.micro_batch_size > 1
+            values = {**job.values, "max_length": config.data.max_length}  # which a table of positions may depend on
+            job = replace(job, values=values, padded=padded, eval_batch_size=min(job.eval_batch_size or 1, most))
             found = self._predictor.predict(job)
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"

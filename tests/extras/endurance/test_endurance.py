@@ -84,6 +84,8 @@ def test_a_file_of_somebody_else_that_cannot_be_read_is_not_called_unwritable(nu
         assert extra.failed(None, OSError(number, "no")) is None
         own = str(tmp_path / "run/checkpoints/step-00000001")
         assert str(extra.failed(None, OSError(number, "no", own))).startswith(f"{own} cannot be written: no.")
+        extra._is_trained = True  # now final/ is written and synced
+        assert "cannot be written: no." in str(extra.failed(None, OSError(number, "no")))
 
 
 def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ def test_measuring_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "launch", "said"),
     [
-        ({}, Launch(2, engine="deepspeed"), "deepspeed in the launch file: .* Use one"),
+        ({}, Launch(2, engine="deepspeed"), "deepspeed in the launch file: use ddp.yaml or fsdp2.yaml"),
         ({}, Launch(2, tp_size=2), "tensor parallel 2 in the launch file"),
         ({"optimizer_in_backward": True, "max_grad_norm": None}, Launch(), "optimizer_in_backward"),
     ],

@@ -761,5 +761,5 @@ def test_fp16_is_refused_where_shards_are_on_the_host(asked: str | None) -> None
     config = Config().changed(model="x", mixed_precision=asked)
     precision = {} if asked else {"ACCELERATE_MIXED_PRECISION": "fp16"}
     extras.check(config, read_launch({**sharded, **precision}))
-    with pytest.raises(UsageError, match=r"fsdp_offload_params: true .* Use bf16, or no"):
+    with pytest.raises(UsageError, match=r"fsdp_offload_params: true .* Use mixed_precision: bf16 or no"):
         extras.check(config, read_launch({**sharded, **precision, "FSDP_OFFLOAD_PARAMS": "true"}))

@@ -814,5 +814,10 @@ def test_a_split_of_a_plain_folder_is_not_ignored(tmp_path: Path) -> None:
     given = {"dataset": str(tmp_path), "dataset_split": "books", "tokenizer": "bytes", "model": "x"}
     with pytest.raises(UsageError, match=r"dataset_split: .* has neither splits nor configurations: leave it out"):
         check(from_values(given))
+    (tmp_path / "dataset_train.json").write_text("{}")
+    with pytest.raises(UsageError, match="leave it out"):
+        check(from_values(given))
+    saved = {"validation_dataset": str(tmp_path / "saved"), "validation_split": "dev", "dataset_split": "train"}
+    check(from_values({**given, **saved}))  # of the other one
     (tmp_path / "dataset_dict.json").write_text("{}")  # as save_to_disk writes it
     check(from_values(given))

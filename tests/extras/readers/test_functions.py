@@ -79,7 +79,7 @@ def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | Non
 
 def test_every_label_of_a_function_keeps_a_document_to_train_on(tmp_path: Path) -> None:
     """Whichever row the rare label is in."""
-    for rare in range(0, 20, 3):
+    for rare in range(20):
         labels = ["rare" if row == rare else "usual" for row in range(20)]
         body = f"Dataset.from_dict({{'text': [str(row) for row in range(20)], 'label': {labels!r}}})"
         found = returned(tmp_path, body, labelled=True)

@@ -56,7 +56,7 @@ class Options:
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
     loss_spike_factor: float | None = option(None, "Stop if the logged loss is above this many times the usual.", gt=1)
-    max_rollbacks: int = option(0, "How often a diverging run goes back to a checkpoint, past the data since.", ge=0)
+    max_rollbacks: int = option(0, "How often a diverging run goes back to a checkpoint and skips data.", ge=0)
 
 
 class Extra(extras.Extra):
@@ -240,9 +240,9 @@ class Extra(extras.Extra):
         return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
 
     def _could_not_write(self, error: OSError) -> bool:
-        """Whether a file of this run could not be written; one that could not be read is not its own."""
-        folder = Path(self._config.output.output_dir).resolve()
-        is_own = isinstance(error.filename, str) and folder in Path(error.filename).resolve().parents
+        """Whether a file of this run could not be written; others than its own are only read."""
+        folder, name = Path(self._config.output.output_dir).resolve(), error.filename
+        is_own = folder in Path(name).resolve().parents if name else self._is_trained  # a sync names no file
         return error.errno in FULL or (is_own and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
 
     def _same_command(self) -> str:

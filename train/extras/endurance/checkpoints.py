@@ -213,6 +213,6 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     restored = run.extras.pipe("resumed", run, restored)
     values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "examples": found[1], "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
-    outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")
+    outputs.note(f"{error} Went back to the checkpoint of step {restored.step}; the data after it is skipped.")
     kept = ("epoch", "step_in_epoch", "nonfinite_steps")
     return replace(restored, rollbacks=lost.rollbacks + 1, **{name: getattr(lost, name) for name in kept})

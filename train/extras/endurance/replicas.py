@@ -28,11 +28,11 @@ class Replicas:
         usual, count = Counter(digests).most_common(1)[0]
         others = [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]
         if others:
+            than = "those of other ranks" if len(others) < len(digests) else "each other"
             raise UserError(
-                f"step {step}: the weights of rank {', '.join(map(str, others))} differ from those of other ranks, and "
-                "must not: a device or its memory may be faulty, your code may treat ranks differently, or a step left "
-                "parameters without a gradient (--find_unused_parameters). Nothing is saved; the newest checkpoint is "
-                "from when all were equal."
+                f"step {step}: the weights of rank {', '.join(map(str, others))} differ from {than}, and must not: a "
+                "device or its memory may be faulty, your code may treat ranks differently, or a step left parameters "
+                "without a gradient (--find_unused_parameters). Nothing is saved; older checkpoints had equal weights."
             )
 
 

@@ -40,7 +40,7 @@ class Extra(extras.Extra):
             hidden = launch.engine == "deepspeed" or launch.tp_size > 1
             extras.refuse(
                 "gradient_health",
-                (f"{launch} in the launch file", hidden, "it needs gradients as DDP and FSDP2 leave them. Use one"),
+                (f"{launch} in the launch file", hidden, "use ddp.yaml or fsdp2.yaml: it needs their gradients"),
                 ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
             )
         if own.gradient_noise_scale:

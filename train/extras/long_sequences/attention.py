@@ -150,9 +150,6 @@ def _windows(length: int, window: int, causal: bool, device: torch.device) -> It
         yield slice(first, end), slice(left, right), visible[None, None]
 
 
-# Flash attention for all documents at once
-
-
 def _suits_flash(query: Tensor, value: Tensor) -> bool:
     head_size, on_card = query.shape[-1], query.device.type == "cuda"
     return on_card and _kernels_share_heads(query) and head_size % 8 == 0 and value.shape[-1] == head_size

@@ -41,7 +41,7 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
     if kernel == "chunked":
         return None
     if place.is_replicated:
-        return "may sum otherwise on each rank of tensor parallelism: use chunked or auto"
+        return "may round its sums differently on each rank of tensor parallelism: use chunked or auto"
     if place.device_type != "cuda":
         return f"runs only on CUDA devices, and this is a {place.device_type} device: use chunked or auto"
     if kernel == "cce":

@@ -55,7 +55,7 @@ class Extra(extras.Extra):
             extras.refuse(rounding, not_adamw, not_bf16, ("optimizer_offload", own.optimizer_offload, originals))
         if launch.engine != "ddp" or launch.tp_size > 1:
             is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
-            early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
+            early = "the loss scaler would read its scale before it is on the host. Use mixed_precision: bf16 or no"
             whole = "it needs whole weights on every process. Use ddp.yaml, or adamw alone, whose state "
             whole += "fsdp2_offload.yaml and deepspeed_zero3_offload.yaml keep in host memory"
             extras.refuse(

@@ -167,7 +167,7 @@ def _check_sequences(config: Config, launch: Launch) -> None:
     task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
     is_other = attention == "eager" if is_ulysses else attention not in (None, "sdpa")
     a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
-    fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
+    fixed_rows = "give micro_batch_size instead: exchanges need a fixed number of rows"
     extras.refuse(
         f"parallelism_config_{name}_size: {launch.copies} in the launch file",
         (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),

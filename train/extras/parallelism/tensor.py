@@ -76,7 +76,7 @@ def plan_of(model: Any, ranks: int) -> dict[str, str]:
         if style is None or (module is not None and module in ends):
             continue
         if style not in {*STYLES, GRADIENT_SUM} or module is None:
-            raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
+            raise UserError(f"tensor parallelism: the plan of {name} has {style!r} for {key}: not supported. {_REMEDY}")
         plan[key] = style
         if style == GRADIENT_SUM:
             continue

@@ -87,8 +87,11 @@ class Extra(extras.Extra):
         if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
-        of_hub = [key for key in ("dataset_config", "dataset_split", "validation_split") if key in unread]
-        if of_hub and (name == "stdlib" or (Path(name).exists() and not any(Path(name).glob("dataset_*.json")))):
+        keys = ("dataset_config", "dataset_split", *(() if own.validation_dataset else ("validation_split",)))
+        is_plain = Path(name).exists() and not any(
+            (Path(name) / f"dataset_{k}.json").is_file() for k in ("dict", "info")
+        )
+        if (of_hub := [key for key in keys if key in unread]) and (name == "stdlib" or is_plain):
             raise UsageError(f"{of_hub[0]}: {name} has neither splits nor configurations: leave it out.")
         if own.dataset_split == own.validation_split:
             raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")

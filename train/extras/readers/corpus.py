@@ -88,9 +88,6 @@ def load_returned(config: Config, data: Source) -> Corpus:
     return replace(corpus_of(splits, config), notes=tuple(data.notes))
 
 
-# Files and folders
-
-
 def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
     """The splits of a file or folder, or the documents to validate on: those of files named so, else all.
 
@@ -170,9 +167,6 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
             if text.strip() and "\0" not in text and text not in seen:
                 seen.add(text)
                 yield {"text": text, "source": Path(path).relative_to(folder).as_posix()}
-
-
-# Splits
 
 
 def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:

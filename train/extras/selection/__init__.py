@@ -106,7 +106,7 @@ class Extra(extras.Extra):
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         if best is not None and (is_gone or progress.best_of != self._best_of):
-            reason = f"it was chosen by {progress.best_of}, from now on it is by {self._best_of}"
+            reason = f"it was chosen by {progress.best_of}; metric or validation data have changed: {self._best_of}"
             reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
             outputs.note(f"the best step so far, {best}, cannot be used ({reason}): the search for it starts again")
             progress = replace(progress, best_metric=None, best_step=None, evaluations_without_improvement=0)
@@ -128,7 +128,7 @@ class Extra(extras.Extra):
         return kept | {progress.best_step or 0}
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
-        """The best, if its checkpoint is intact; else a note."""
+        """The best, if its checkpoint is intact; else a note. UserError where that cannot be read just now."""
         from train.checkpoint import verify
 
         outputs, best = run.outputs, progress.best_step
