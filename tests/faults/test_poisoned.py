@@ -143,7 +143,7 @@ def test_each_rollback_goes_further_back(tmp_path: Path, every: int) -> None:
     [end] = trained(tmp_path, *flags, fault=rate_of(6, HUGE, last=1000))
     assert end.status == EXIT_ERROR, end.said
     assert "Went back" in end.said
-    went = [int(line.partition("Went back to the checkpoint of step ")[2].split(",")[0]) for line in notes(end.said)]
+    went = [int(line.partition("Went back to the checkpoint of step ")[2].split(";")[0]) for line in notes(end.said)]
     assert went == ([5, 4] if every == 1 else [4, 2])
     assert_all_finite(tmp_path)
 
