@@ -6,7 +6,7 @@
 
 What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
 what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
-test file that imports an extra that is gone, sets one of its options, shows a sign of it, or needs such a file.
+test file that imports an extra that is gone, sets its options, shows a sign of it (fork.yaml), or needs such a file.
 """
 
 from __future__ import annotations

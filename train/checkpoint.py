@@ -37,7 +37,7 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Seque
 
 
 def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] = lambda identity: None) -> Progress:
-    """Loads this rank's part of a verified checkpoint; ``check`` gets its identity first. UserError if it is no use."""
+    """Loads this rank's part of a verified checkpoint; ``check`` gets its identity first. UserError if unusable."""
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         check(stored["identity"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from train.config import Config, parse, to_values
-from train.memory.advice import command, launcher_words
+from train.memory.advice import command, launcher_words, plan_text
 from train.memory.devices import Device
 from train.memory.grid import Grid, draw, grid_text, make_grid
 from train.memory.ladder import Recompute, largest_fitting
@@ -646,3 +646,12 @@ def test_a_length_within_the_models_positions_is_run_without_scaling_them(capsys
             typed = shlex.split(found["command"])
             config = parse(typed[typed.index("train/main.py") + 1 :])
             assert (config.get("rope_scaling"), config.data.max_length) == (scaling, found["max_length"])
+
+
+def test_no_ratio_of_speeds_is_told_of_a_cpu() -> None:
+    """Whose rates only rank; that of a card is estimated."""
+    card = question(80, gradient_checkpointing="full")
+    for device, is_told in ((card.device, True), (Device("cpu", 80 * GIB), False)):
+        asked = replace(card, device=device)
+        text = plan_text(asked, make_plan(asked, Predictions(Synthetic())), "the command")
+        assert "Fastest that fits" in text and ("× the speed of the above" in text) is is_told

@@ -73,8 +73,8 @@ class MemorySession:
         if not self._is_predictable:
             where = str(run.launch) if run.launch.copies > 1 else self._device.type
             raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
-        sizes = BatchArithmetic(2, 1, 1) if is_open else arithmetic_of(config, run.launch.dp_size)
-        longest = longest_of(self._data.training_batches(run, sizes))
+        arithmetic = BatchArithmetic(2, 1, 1) if is_open else arithmetic_of(config, run.launch.dp_size)
+        longest = longest_of(self._data.training_batches(run, arithmetic))
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config

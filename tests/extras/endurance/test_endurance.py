@@ -82,6 +82,7 @@ def test_a_file_of_somebody_else_that_cannot_be_read_is_not_called_unwritable(nu
     with extra.open(config, Launch(), []):
         assert extra.failed(None, OSError(number, "no", str(tmp_path / "private.jsonl"))) is None
         assert extra.failed(None, OSError(number, "no")) is None
+        assert extra.failed(None, OSError(number, "no", 3)) is None  # of a descriptor
         own = str(tmp_path / "run/checkpoints/step-00000001")
         assert str(extra.failed(None, OSError(number, "no", own))).startswith(f"{own} cannot be written: no.")
         extra._is_trained = True  # now final/ is written and synced

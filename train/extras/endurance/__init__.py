@@ -240,9 +240,9 @@ class Extra(extras.Extra):
         return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
 
     def _could_not_write(self, error: OSError) -> bool:
-        """Whether a file of this run could not be written; others than its own are only read."""
+        """Whether a file of this run could not be written; others than its own are only read. A sync names no file."""
         folder, name = Path(self._config.output.output_dir).resolve(), error.filename
-        is_own = folder in Path(name).resolve().parents if name else self._is_trained  # a sync names no file
+        is_own = folder in Path(name).resolve().parents if isinstance(name, str) else self._is_trained
         return error.errno in FULL or (is_own and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
 
     def _same_command(self) -> str:
