@@ -112,6 +112,13 @@ def test_gradient_checkpointing_is_also_true_or_false_as_in_transformers(tmp_pat
     assert parse(["--config", str(recipe), "--no-gradient_checkpointing"]).get("gradient_checkpointing") == "none"
 
 
+@pytest.mark.parametrize("flag", ["--no_output_dir", "--no-model", "--no_max_steps"])
+def test_only_what_needs_no_value_can_be_switched_off(flag: str) -> None:
+    """No run may find a folder or a model called False."""
+    with pytest.raises(UsageError, match=f"unknown flag {flag.replace('-', '_').replace('__', '--', 1)}"):
+        parse([flag])
+
+
 @pytest.mark.parametrize("flag", ["--config", "--max_length"])
 def test_a_flag_without_its_value_is_a_usage_error(flag: str) -> None:
     with pytest.raises(UsageError, match=rf"argument {flag}: expected one argument\. train/main\.py --help lists all"):

@@ -91,6 +91,12 @@ def test_a_function_gets_the_configuration_if_it_wants_it(tmp_path: Path, argume
     assert (config in found.values()) == gets
 
 
+@pytest.mark.parametrize("arguments", ["config, /", "*config"])
+def test_a_function_may_take_the_configuration_by_position_only(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "placed.py").write_text(f"def documents({arguments}):\n    return config")
+    assert call_function(f"{tmp_path}/placed.py:documents", "dataset", config := Config()) in (config, ())
+
+
 def test_a_function_imports_what_lies_next_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("early", "late"):

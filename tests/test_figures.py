@@ -21,7 +21,6 @@ from train.figures import (
     count,
     duration,
     gib,
-    keep_rows,
     number,
     read_metrics,
     row_of,
@@ -47,6 +46,14 @@ def _log(folder: Path, steps: list[int]) -> Path:
     for step in steps:
         append_row(folder / "metrics.jsonl", "train", step, {"loss": 1.0 / step})
     return folder / "metrics.jsonl"
+
+
+def _keep(log: Path, last: int) -> list[str]:
+    """Keeps what belongs to a run that stands at step ``last``; what was said."""
+    run = run_for(Config().changed(output_dir=str(log.parent)))
+    run.outputs.is_main = True
+    run.outputs.keep_log(Progress(step=last))
+    return run.outputs.notes
 
 
 def _steps(folder: Path) -> list[int]:
@@ -85,11 +92,11 @@ def test_a_silent_rank_writes_nothing(tmp_path: Path):
 
 def test_keep_drops_later_steps_and_the_log_continues(tmp_path: Path):
     log = _log(tmp_path, [1, 2, 3, 4])
-    keep_rows(log, lambda row: row["step"] <= 2)
+    _keep(log, 2)
     assert _steps(tmp_path) == [1, 2]
     append_row(log, "train", 3, {"loss": 9.0})
     assert _steps(tmp_path) == [1, 2, 3]
-    keep_rows(log, lambda row: row["step"] <= -1)
+    _keep(log, 0)
     assert _steps(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -101,7 +108,7 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: str):
         file.write(torn)
     assert _steps(tmp_path) == [1, 2]
     log = tmp_path / "metrics.jsonl"
-    keep_rows(log, lambda row: row["step"] <= 5)
+    _keep(log, 5)
     append_row(log, "train", 3, {"note": "a line\u2028break\nor two"})
     assert _steps(tmp_path) == [1, 2, 3]
 
@@ -112,8 +119,8 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: bytes):
     log.write_bytes(log.read_bytes() + damage + b"\n")
     append_row(log, "train", 3, {})
     assert _steps(tmp_path) == [1, 2, 3]
-    assert keep_rows(log, lambda row: True) == 1
-    assert keep_rows(log, lambda row: row["step"] < 3) == 0
+    assert _keep(log, 3) == [f"{log}: a crash has damaged 1 line, left out from now on"]
+    assert _keep(log, 2) == []
     assert _steps(tmp_path) == [1, 2]
 
 

@@ -95,6 +95,19 @@ def test_weights_come_in_the_dtype_and_attention_asked_for() -> None:
     assert model.config.use_cache is False
 
 
+def test_no_part_of_a_model_keeps_keys_and_values_for_generation(tmp_path: Path) -> None:
+    """An evaluation of 131,072 tokens would hold those of all layers: some 15 GB of a model of 0.6B."""
+    source = "from transformers import AutoModelForCausalLM, AutoConfig\ndef build():\n    return "
+    (tmp_path / "own.py").write_text(f"{source}AutoModelForCausalLM.from_config(AutoConfig.for_model(**{LLAMA}))\n")
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    for model in (built(gemma), built(model=f"{tmp_path}/own.py:build")):
+        output = model.eval()(input_ids=torch.ones(1, 8, dtype=torch.long))
+        assert output.past_key_values is None
+
+
 def test_an_assertion_of_a_model_is_told_in_one_line() -> None:
     with pytest.raises(UserError, match=r"model 'flaubert' cannot be built: .*multiple of n_heads"):
         built({"model_type": "flaubert", "emb_dim": 30, "n_heads": 4, "n_layers": 1}, MASKED)

@@ -26,7 +26,7 @@ Differences = dict[str, float]
 CLIPPING, DIVISION, ZERO_GRAD, ERROR = "no clipping", "no division by the targets", "no zero_grad", "an error"
 FAULTS = {
     CLIPPING: ("engine.clip(model)", "0.0"),
-    DIVISION: ("engine.loss_factor / totals[0]", "engine.loss_factor"),
+    DIVISION: ("engine.loss_factor / targets", "engine.loss_factor"),
     ZERO_GRAD: ("optimizer.zero_grad()", "pass"),
     ERROR: ('mark("forward")', "raise BrokenStepError"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 from train import optim
 from train.config import Config, Optimization
-from train.optim import count_steps, learning_rate_at
+from train.optim import learning_rate_at
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
@@ -157,23 +156,3 @@ def test_the_floor_is_a_share_of_the_peak(scheduler: Any) -> None:
 
 def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
     assert rates(total=4, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps_per_epoch", "total_steps"),
-    [
-        ({"max_steps": 7}, 5, 7),
-        ({"num_epochs": 3}, 5, 15),
-        ({}, 5, 5),
-    ],
-)
-def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int, total_steps: int) -> None:
-    assert steps_for(changes, steps_per_epoch) == total_steps
-
-
-def steps_for(
-    changes: dict[str, Any],
-    steps_per_epoch: int,
-) -> int:
-    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch)
-    return count_steps(Config().changed(**changes).optimization, batches)

@@ -201,9 +201,8 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
     for section, cls in sections().items():
         group = parser.add_argument_group(section, cls.__doc__)
         for entry in dataclasses.fields(cls):
-            hint, name = known[entry.name][0], entry.name
+            hint, name, alone = known[entry.name][0], entry.name, alone_value(entry.name)
             place = first if entry.metadata.get("everyday") else group
-            alone = entry.metadata.get("alone", "True" if hint is bool else None)
             nargs = "?" if alone else "*" if typing.get_origin(hint) is tuple else None
             text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
             place.add_argument(f"--{name}", metavar="…", nargs=nargs, const=alone, help=text)
@@ -218,13 +217,19 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
     return vars(found)
 
 
+def alone_value(name: str) -> str | None:
+    """What the bare flag --name stands for; None where a value has to follow, or there is no such flag."""
+    hint, entry = fields().get(name, (None, dataclasses.field()))
+    return entry.metadata.get("alone", "True" if hint is bool else None)
+
+
 def argument(word: str) -> str:
     """Of --load-best, --load_best and --no-load-best makes --load_best and --load_best=False; leaves values alone."""
     if not word.startswith("--"):
         return re.sub(r"^-(?=[\d.])", " -", word)  # argparse takes -1e-4 for a flag, unless there is a space before
     name, equals, value = word[2:].partition("=")
     name = name.replace("-", "_")
-    is_off = not equals and name.startswith("no_") and name[3:] in fields()
+    is_off = not equals and name.startswith("no_") and alone_value(name[3:]) is not None
     return f"--{name[3:]}=False" if is_off else f"--{name}{equals}{value}"
 
 

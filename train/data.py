@@ -86,7 +86,7 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
     """What the function that ``spec`` names returns; it gets the configuration if it needs an argument."""
     function = load_function(spec, flag)
     first = next(iter(inspect.signature(function).parameters.values()), None)
-    if first is not None and first.name == "config":
+    if first is not None and first.name == "config" and first.kind in (1, 3, 4):  # not config/, nor *config
         return function(config=config)
     return function(config) if first is not None and first.default is first.empty and first.kind < 2 else function()
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,15 +27,6 @@ def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
     """A line of ``metrics.jsonl``: ``{"kind", "step", "time", **values}``."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     return to_json({"kind": kind, "step": step, "time": now, **values}) + "\n"
-
-
-def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drops the rows that do not belong, which a resumed run writes again; returns how many were damaged."""
-    if not path.exists():
-        return 0
-    rows, num_lines = read_metrics(path), sum(map(bool, path.read_bytes().splitlines()))
-    write_whole(path, "".join(to_json(row) + "\n" for row in rows if belongs(row)))
-    return num_lines - len(rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -76,10 +67,10 @@ def writable(path: Path) -> Iterator[None]:
 
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, so that a crash of the machine does not undo it."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync(path.parent)
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:

@@ -99,7 +99,7 @@ def train(run: records.Run) -> int:
     from train.data import prepare_data
     from train.loop import fit, is_done
     from train.model import build_model
-    from train.optim import build_optimizer, count_steps, parameter_counts
+    from train.optim import build_optimizer, parameter_counts
     from train.state import TrainingState
     from train.step import Engine
 
@@ -109,12 +109,12 @@ def train(run: records.Run) -> int:
     with joined.inside("preparing"):
         data = prepare_data(run)
     run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
-    arithmetic = arithmetic_of(run.config, run.launch.dp_size)
+    optim, arithmetic = run.config.optimization, arithmetic_of(run.config, run.launch.dp_size)
     batches = data.training_batches(run, arithmetic)
     joined.each("prepared", run, data, batches)
 
     # Model: built, changed by the extras, wrapped with its loss.
-    torch.manual_seed(run.config.optimization.seed)
+    torch.manual_seed(optim.seed)
     with_loss = build_model(run, type(data.task), data.tokenizer, data.examples.label_names)
     launching.shard_by_layer(accelerator, with_loss.model)
     sizes = parameter_counts(with_loss.model)
@@ -127,7 +127,7 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    total_steps = count_steps(run.config.optimization, batches)
+    total_steps = optim.max_steps or (optim.num_epochs or 1) * batches.steps_per_epoch
     parts = records.Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
     joined.each("ready", run, parts)
     progress = outputs.resume(run, state)

@@ -80,6 +80,7 @@ def build_model(
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)
     run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
+    keep_cache(network, False)
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
@@ -119,5 +120,12 @@ def build_network(
             network = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
-    network.config.use_cache = False
     return network
+
+
+def keep_cache(network: nn.Module, is_kept: bool) -> None:
+    """Whether the forward keeps keys and values of all layers: for generation, and in the way of an evaluation."""
+    for module in network.modules():  # the text model of a larger one has a configuration of its own
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig) and hasattr(config, "use_cache"):
+            config.use_cache = is_kept

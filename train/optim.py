@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from train.batching import Batches
 from train.config import Optimization
 from train.records import Run
 
@@ -42,11 +41,6 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters; more than the elements of a tensor where two share a byte (bitsandbytes' 4 bits)."""
     shapes = [((getattr(p, "quant_state", None) or p).shape, p.requires_grad) for p in model.parameters()]
     return sum(shape.numel() for shape, is_trained in shapes if is_trained), sum(shape.numel() for shape, _ in shapes)
-
-
-def count_steps(config: Optimization, batches: Batches) -> int:
-    """How many optimizer steps the whole run has; a short last step of an epoch counts as a whole one."""
-    return config.max_steps or (config.num_epochs or 1) * batches.steps_per_epoch
 
 
 def num_warmup_steps(total_steps: int, config: Optimization) -> int:

@@ -115,14 +115,15 @@ class Outputs:
 
     def keep_log(self, progress: Progress) -> None:
         """Drops the rows of the log from after ``progress``, which are written again."""
-        evaluated = progress.evaluated_step == progress.step
-
-        def belongs(row: Mapping[str, Any]) -> bool:
-            is_here = row["step"] == progress.step and row["kind"] == "evaluation" and row.get("split") == "validation"
-            return evaluated if is_here else row["step"] <= progress.step and row.get("split") != "test"
-
-        if self.is_main and (damaged := figures.keep_rows(self.metrics, belongs)):
+        if not self.is_main or not self.metrics.exists():
+            return
+        rows, last = figures.read_metrics(self.metrics), progress.step
+        if damaged := sum(map(bool, self.metrics.read_bytes().splitlines())) - len(rows):
             self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
+        # Tests are run again, and this step's validation too unless the checkpoint knows of it.
+        until = {"test": -1, "validation": last if progress.evaluated_step == last else last - 1}
+        kept = [row for row in rows if row["step"] <= until.get(row.get("split", ""), last)]
+        figures.write_whole(self.metrics, "".join(figures.to_json(row) + "\n" for row in kept))
 
     def tick(self, step: int) -> None:
         """One more step is done."""

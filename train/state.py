@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from train.model import keep_cache
 from train.records import UserError
 
 INDEX = "index.json"  # of a checkpoint: which block is where
@@ -154,7 +155,7 @@ class TrainingState:
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            model.config.use_cache = True  # off in training only
+            keep_cache(model, True)  # off in training only
             dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
             first = {id(tensor): name for name, tensor in TrainingState.model_tensors(self).items()}
             for name, tensor in model.state_dict(keep_vars=True).items():  # a name that the class ties by hand

@@ -19,7 +19,6 @@ from train.config import Config
 from train.records import MicroBatch, StepOutcome, UserError
 
 Mark: TypeAlias = Callable[[str], object]  # told which phase of a step begins: forward, backward, clip or optimizer
-Counts: TypeAlias = Sequence[float] | Tensor  # targets, tokens, positions and stop requests of a global batch
 
 
 class Engine:
@@ -37,13 +36,13 @@ class Engine:
         """Undoes what averages gradients: accelerate over micro-batches, data parallelism over ranks."""
         return self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def total(self, counts: Sequence[float]) -> Counts:
-        """(4,) ``counts`` of all ranks; stays on the device, because reading it would wait for the device."""
-        if self.accelerator.num_processes == 1:
-            return read_counts(counts)
-        # fp64 is exact for counts and keeps the precision of an fp64 model.
-        here = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)
-        return cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.copies
+    def total(self, counts: Sequence[float]) -> list[int]:
+        """(4,) ``counts`` of all ranks: targets, tokens, positions and stop requests of the global batch."""
+        if self.accelerator.num_processes > 1:
+            here = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)  # exact for counts
+            counts = (cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.copies).tolist()
+        # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+        return [math.ceil(total) for total in counts]
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
         """This rank's part of a micro-batch whose sequences are divided among ranks; surrounds forward and backward."""
@@ -94,10 +93,12 @@ def optimizer_step(
     """
     accelerator, mark = engine.accelerator, engine.mark
     # How many targets the gradient is divided by is known before the first forward, on every rank.
-    totals = engine.total(count(micro_batches, stop_requested))
+    targets, tokens, positions, stops = engine.total(count(micro_batches, stop_requested))
+    if not targets:
+        raise UserError("an entire global batch has no targets: all labels are masked. Check labels and max_length.")
     # A step accumulates over the micro-batches that it has: the last one of an epoch may have fewer.
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
-    scale, loss_sum = engine.loss_factor / totals[0], torch.zeros((), device=accelerator.device)
+    scale, loss_sum = engine.loss_factor / targets, torch.zeros((), device=accelerator.device)
     for micro_batch in micro_batches:
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
         with accelerator.accumulate(model), engine.share(micro_batch) as part:
@@ -112,7 +113,6 @@ def optimizer_step(
     # The gradient is whole now: its norm decides, alike on every rank, whether it may reach the weights.
     mark("clip")
     norm = engine.clip(model)
-    targets, tokens, positions, stops = read_counts(totals)  # an empty batch ends here, before any weight changes
     mark("optimizer")
     norm, skipped = engine.update(optimizer, norm)
     optimizer.zero_grad()
@@ -124,15 +124,6 @@ def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int
     """(targets, tokens, positions, stop requests) of this rank."""
     rows = [(b.num_targets, b.num_tokens, b.inputs["input_ids"].numel()) for b in micro_batches]
     return [*map(sum, zip((0, 0, 0), *rows, strict=True)), int(stop_requested)]
-
-
-def read_counts(totals: Counts) -> list[int]:
-    """What :meth:`Engine.total` gave, as numbers; raises UserError if the global batch has no target at all."""
-    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
-    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
-    if not counts[0]:
-        raise UserError("an entire global batch has no targets: all labels are masked. Check labels and max_length.")
-    return counts
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

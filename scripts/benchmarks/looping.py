@@ -38,7 +38,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.launch import Launch
     from train.loop import fit
     from train.model import ModelWithLoss
-    from train.optim import build_optimizer, count_steps, parameter_counts
+    from train.optim import build_optimizer, parameter_counts
     from train.records import Parts, Progress
     from train.state import TrainingState
     from train.step import Engine
@@ -59,7 +59,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         model, optimizer = accelerator.prepare(model, optimizer)
         state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
         engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, partial(run.extras.each, "mark")))
-        total_steps = count_steps(config.optimization, batches)
+        total_steps = config.optimization.max_steps or batches.steps_per_epoch
         parts = Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
         run.extras.each("ready", run, parts)
         run.outputs.begin(run, parts, Progress())

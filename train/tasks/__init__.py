@@ -124,7 +124,8 @@ class Task:
 
     def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
         """The number of the class of each label; None for one that the training split does not have."""
-        raise NotImplementedError
+        numbers = {name: number for number, name in enumerate(label_names)}
+        return [numbers.get(str(label)) for label in labels]
 
     def encode(
         self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]

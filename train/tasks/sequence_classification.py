@@ -35,10 +35,6 @@ class Task(tasks.Task):
         known = tuple(name for _, name in sorted((tasks.stored_config(architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 
-    def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
-        numbers = {name: number for number, name in enumerate(label_names)}
-        return [numbers.get(str(label)) for label in labels]
-
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """The document as one example, with the tokenizer's start and end marks."""
         lost = max(0, len(ids) - (room := self.room(tokenizer)))

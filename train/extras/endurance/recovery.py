@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome, one_line
-from train.step import Counts, Engine, count, seed_generators
+from train.step import Engine, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
 FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure]]
@@ -86,7 +86,7 @@ class Recovering(Engine):
         self._network: Any = None  # of the last step
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
-        self._totals: Counts | None = None  # of the step that is being made
+        self._totals: list[int] | None = None  # of the step that is being made
 
     def step(
         self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
@@ -132,7 +132,7 @@ class Recovering(Engine):
         self._phase = phase
         self._tell(phase)
 
-    def total(self, counts: Sequence[float]) -> Counts:
+    def total(self, counts: Sequence[float]) -> list[int]:
         return super().total(counts) if self._totals is None else self._totals
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
