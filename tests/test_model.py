@@ -207,6 +207,13 @@ def tiny():
 def words():
     return "a model"
 
+class Stateful(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+def stateful():
+    return Stateful(2, 3)
+
 def classifier():
     import transformers
 
@@ -232,6 +239,8 @@ def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch
     assert (config.id2label, config.label2id) == ({0: "even", 1: "odd"}, {"even": 0, "odd": 1})
     with pytest.raises(UserError, match=r"returned a str; it must return an nn.Module"):
         build("own_models_for_test:words")
+    with pytest.raises(UserError, match=r"stateful': no checkpoint can hold its _extra_state, which is not a tensor"):
+        build("own_models_for_test:stateful")
     with pytest.raises(UserError, match=r"own_models_for_test:missing.*module:function"):
         build("own_models_for_test:missing")
     with pytest.raises(UserError, match="no_such_module_here"):

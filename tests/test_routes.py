@@ -169,7 +169,6 @@ from train.tasks import Scores
 
 
 class Task(tasks.Task):
-    name = "share_of_spaces"
     title = "space counting"
     auto_class = "AutoModelForSequenceClassification"
     default_metric = "loss"

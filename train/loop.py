@@ -64,7 +64,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             if outcome.skipped:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
 
-            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
+            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. What
+            # follows it logs and saves again only where the evaluation has ended the run or found a new best.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
@@ -77,7 +78,6 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 progress, stops = evaluate_if_due(run, parts, progress)
             if ((done := is_done(run, total_steps, progress)) or stops) and since:
                 progress, since = log(run, progress, since, of_step), []
-            # Save again if the evaluation ended the run, to include its result; or if this step is the new best.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
                 run.outputs.save(run, parts.state, progress, wait=done or stops)
                 saved = progress.step

@@ -100,8 +100,9 @@ def build_network(
     network: Any = call_function(own.name, "model", run.config) if own.is_function else None
     if isinstance(found := getattr(network, "config", None), PretrainedConfig):
         model_config = found
-    is_free = not own.is_function or getattr(model_config, "num_labels", 0) == len(label_names)  # else checks refuse it
-    if label_names and model_config is not None and is_free:
+    # A function's model has its number of classes already; where it is another one, checks refuse the model.
+    fits = not own.is_function or getattr(model_config, "num_labels", 0) == len(label_names)
+    if label_names and model_config is not None and fits:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
         for part in (model_config, model_config.get_text_config()):

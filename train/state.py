@@ -51,7 +51,7 @@ class StoredBlocks:
         if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it belongs to another model.")
         whole, stored = tuple(entry["shape"]), entry["blocks"]
-        if len(shape) != len(stored[0][1]):
+        if len(shape) != len(stored[0][1]):  # the whole tensor, seen as the other way has it, then the part asked for
             every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))
             tensor = self.block(section, name, (0,) * len(every), every).view(view)
             return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]

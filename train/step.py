@@ -106,7 +106,8 @@ def optimizer_step(
             part = part.to(accelerator.device)
             loss = model(part.inputs, part.labels, num_targets=part.num_targets)
             mark("backward")
-            engine.backward(loss, scale + 0 * loss.detach())  # NaN where the loss is not finite
+            # A loss of inf may have finite gradients: 0 × inf makes them NaN, so that the norm refuses the step.
+            engine.backward(loss, scale + 0 * loss.detach())
         # Nothing of the graph is held while the gradient is clipped and used.
         loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
         del loss, part

@@ -123,7 +123,6 @@ def test_a_module_of_ones_own_that_cannot_take_a_batch(model: nn.Module, task: s
 class Tags(causal_lm.Task):
     """Three kinds of tokens."""
 
-    name = "tags"
     is_causal = False
 
     def label_names(self, corpus: Any) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Task:
     some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over all but ``IGNORE``.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # that of its file
     auto_class: ClassVar[str]  # of transformers: builds the model for this task
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     headline_metric: ClassVar[str] = "loss"  # what a person reads first
@@ -91,6 +91,9 @@ class Task:
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
     # Columns of an example; ``length``, the positions a model sees, is one of them.
     example_columns: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__module__.rpartition(".")[2]
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
@@ -222,6 +225,8 @@ def tokenize(
             desc=f"Tokenising {name}",
         )
         splits[name] = change_caching(make, documents, task, tokenizer, label_names)()
+        if not len(splits[name]):
+            raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     return Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
 
 

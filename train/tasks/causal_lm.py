@@ -15,7 +15,6 @@ from train import tasks
 class Task(tasks.Task):
     """Each document is cut into windows; every token but the document's first mark is predicted exactly once."""
 
-    name = "causal_lm"
     title = "causal language"
     is_causal = True
     auto_class = "AutoModelForCausalLM"

@@ -16,7 +16,6 @@ from train.records import IGNORE
 class Task(tasks.Task):
     """BERT's objective (arXiv 1810.04805): of the chosen tokens 80 % are hidden, 10 % replaced, 10 % left alone."""
 
-    name = "masked_lm"
     title = "masked language"
     auto_class = "AutoModelForMaskedLM"
     target_share = "mlm_probability"

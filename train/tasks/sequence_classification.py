@@ -19,7 +19,6 @@ from train.records import Corpus
 class Task(tasks.Task):
     """Each document is one example; what does not fit ``max_length`` is cut as ``truncation`` says."""
 
-    name = "sequence_classification"
     auto_class = "AutoModelForSequenceClassification"
     default_metric = headline_metric = "accuracy"
     labelled = True

@@ -8,7 +8,6 @@ from typing import Any, cast
 import datasets
 import pytest
 from made_tokenizers import tokenizer_of
-from support import run_for
 
 from train.batching import Loading
 from train.config import Config
@@ -83,10 +82,8 @@ def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> N
 
 
 def test_a_validation_split_of_unknown_labels_only_is_refused() -> None:
-    _, examples, config = classified([("a", "x"), ("b", "y")], [("b", "z")], on_bad_record="skip")
-    data: Any = SimpleNamespace(examples=examples, corpus=SimpleNamespace(name="reviews"))
-    with pytest.raises(UserError, match="reviews: the validation split has no example"):
-        Extra().change_data(run_for(config), data)
+    with pytest.raises(UserError, match="the validation split has no example after tokenisation"):
+        classified([("a", "x"), ("b", "y")], [("b", "z")], on_bad_record="skip")
 
 
 def test_a_single_class_is_refused() -> None:

@@ -58,12 +58,6 @@ class Extra(extras.Extra):
 
         return with_known_labels(corpus, task) if task.labelled else corpus
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        for name in ("train", "validation", "test"):
-            if (split := getattr(data.examples, name)) is not None and not len(split):
-                raise UserError(f"{data.corpus.name}: the {name} split has no example after tokenisation.")
-        return data
-
     def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
         import transformers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -47,6 +47,9 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
     own, (num_tokens, num_labels) = run.config.architecture, sizes
     if not isinstance(network, nn.Module):
         raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+    for name, value in network.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"model {own.name!r}: no checkpoint can hold its {name}, which is not a tensor.")
     config = getattr(network, "config", None)
     known = getattr(config, "num_labels", num_labels)
     if own.is_function and num_labels and known != num_labels:
