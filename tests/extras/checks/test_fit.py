@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,15 @@ from train.extras.checks import Extra
 from train.extras.checks.fit import check_tokenizer
 from train.records import UserError
 from train.tasks import Task, load_task
+
+
+def test_only_the_index_of_a_table_is_explained_by_sizes() -> None:
+    said: list[str] = []
+    for error in (IndexError("list index out of range"), RuntimeError("device-side assert triggered")):
+        run: Any = SimpleNamespace(config=Config(), outputs=SimpleNamespace(say=said.append))
+        error.add_note = said.append  # pyright: ignore[reportAttributeAccessIssue]
+        assert Extra().failed(run, error) is None
+    assert len(said) == 1 and said[0].startswith("A table of the model may be too small")
 
 
 def made(name: str, **options: Any) -> Task:

@@ -6,7 +6,9 @@ import errno
 import gc
 import math
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +20,7 @@ from accelerate import Accelerator
 from train import checkpoint
 from train.config import Config, check
 from train.extras import Extras
-from train.extras.endurance import Extra, refuse_strangers
+from train.extras.endurance import Extra, refuse_strangers, said_by
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
@@ -30,7 +32,7 @@ MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
 def run_with(**values: Any) -> Run:
     config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=print, note=print)
     parts = {"config": config, "accelerator": Accelerator(cpu=True), "extras": Extras({}), "outputs": outputs}
-    return cast("Run", SimpleNamespace(**parts, is_planned=False))
+    return cast("Run", SimpleNamespace(**parts, launch=Launch(), is_planned=False))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,33 @@ def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.
     assert Extra().wrap_step(run, engine) is engine
 
 
+@pytest.mark.parametrize("launch", [Launch(2, engine="fsdp2"), Launch(2, engine="deepspeed"), Launch(2, tp_size=2)])
+def test_a_launch_that_cannot_repeat_a_step_is_refused_where_it_is_asked_to(launch: Launch) -> None:
+    for on_oom in ("split", "adapt"):
+        with pytest.raises(UsageError, match=rf"on_oom: {on_oom} cannot be combined with {launch} in the launch file"):
+            check(Config().changed(**MODEL, on_oom=on_oom), launch)
+        check(Config().changed(**MODEL, on_oom=on_oom), Launch(2))
+    check(Config().changed(**MODEL), launch)
+
+
+def test_other_ranks_than_the_first_say_it_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_with()
+    run.launch = Launch(2, 1)
+    said_by(run)("out of memory in forward")
+    assert capsys.readouterr() == ("", "rank 1: out of memory in forward\n")
+
+
+def test_an_overflow_of_fp16_is_told_as_such_with_the_scale_that_runs_start_with() -> None:
+    run, extra, scale = run_with(), Extra(), 2.0**16
+    run.outputs.record = lambda *given: None
+    for step in range(1, 26):
+        scale /= 2
+        run.accelerator.scaler = cast("Any", SimpleNamespace(get_scale=partial(float, scale)))
+        progress = Progress(step=step, consecutive_nonfinite_steps=step)
+        with nullcontext() if step < 25 else pytest.raises(DivergenceError, match=r"25 steps in a row.*precision bf16"):
+            extra.skipped(run, progress, Mock(grad_norm=math.inf), [])
+
+
 def test_measures_come_from_the_other_extras_where_asked_for() -> None:
     measure = ("a measure", lambda: True)
     for on_oom, expected in (("split", []), ("adapt", [measure])):
@@ -154,7 +183,6 @@ def test_run_ends_where_no_rollback_is_left() -> None:
 
 def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
     extra, run = Extra(), run_with(output_dir=str(tmp_path))
-    run.launch = Launch()
     with extra.open(run.config, run.launch, []):
         assert not gc.isenabled()
         with extra.preparing():
@@ -192,7 +220,8 @@ MEET = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize("environment", [{"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
 def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str]) -> None:
     [number] = environment.values()
-    with pytest.raises(UserError, match=f"{number} processes were started that do not know each other"):
+    message = f"{number} processes were started that do not know each other.*unset {next(iter(environment))}"
+    with pytest.raises(UserError, match=message):
         refuse_strangers(environment, 1)
     given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
     refuse_strangers({**environment, **given}, 2)

@@ -77,7 +77,8 @@ def test_local_paths_are_not_published(tmp_path: Path):
 
 def test_a_model_of_ones_own_code_says_how_to_load_it():
     card = model_card(_config(model="my_package.nets:build", model_config=None), CausalLM, {})
-    assert "safetensors.torch.load_model" in card and "my_package.nets:build" in card and "base_model" not in card
+    assert "safetensors.torch.load_model" in card and "base_model" not in card
+    assert "A causal language model that `my_package.nets:build` builds, trained on `" in card
 
 
 def test_a_file_of_ones_own_code_is_no_folder_and_is_named_without_its_place(tmp_path: Path):

@@ -88,7 +88,7 @@ class Extra(extras.Extra):
 
     def failed(self, run: Run | None, error: Exception) -> None:
         """Adds to an index that no table has, which a card only calls an assertion, where it may come from."""
-        if run is not None and re.search("index out of range|device-side assert", str(error)):
+        if run is not None and re.search("index out of range in self|device-side assert", str(error)):
             length = run.config.data.max_length
             hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "
             hint += "each token of the tokenizer, and an output for each label?"

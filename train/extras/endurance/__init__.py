@@ -40,7 +40,6 @@ SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
 STOPPED = "stopped.json"
-MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Extra(extras.Extra):
     """Recovery from OOM, signals, safe files, background saving, rollback and the watch over ranks, for one run."""
 
     Options = Options
-    _signals: Signals  # these two from open() on
+    _config: Config  # these three from open() on
+    _signals: Signals
     _saving: Saving
 
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
-        self._config: Any = None  # from open() on
         self._recovering: Recovering | None = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
         self._logged_step = 0  # up to which the loss is known
@@ -76,8 +75,11 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where there would be nothing to go back to."""
+        """Raises UsageError where there would be nothing to go back to, or no step can be repeated."""
         options = config.of(Options)
+        cannot = options.on_oom in ("split", "adapt") and (launch.engine != "ddp" or launch.copies > 1)
+        remedy = "only one process, or DDP, can repeat a step. Give auto or stop"
+        extras.refuse(f"on_oom: {options.on_oom}", (f"{launch} in the launch file", cannot, remedy))
         if options.max_rollbacks and config.output.save_every_steps is None:
             raise UsageError(f"max_rollbacks: {options.max_rollbacks} needs save_every_steps: nothing to go back to.")
 
@@ -125,9 +127,7 @@ class Extra(extras.Extra):
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
-        rank = run.launch.rank
-        say = partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else run.outputs.note
-        return replace(data, loading=replace(data.loading, deliver=partial(deliver, say)))
+        return replace(data, loading=replace(data.loading, deliver=partial(deliver, said_by(run))))
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
@@ -140,7 +140,7 @@ class Extra(extras.Extra):
         if not may or type(engine) is not Engine or not can_recover(accelerator):
             return engine
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
-        self._recovering = Recovering(engine, run.outputs.say, *measures)
+        self._recovering = Recovering(engine, said_by(run), *measures)
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -175,14 +175,12 @@ class Extra(extras.Extra):
         values = {"grad_norm": outcome.grad_norm, "loss_scale": loss_scale, "examples": sorted(examples)}
         run.outputs.record(run, "skipped", progress.step, values)
         in_a_row = progress.consecutive_nonfinite_steps
-        if loss_scale is not None and loss_scale <= MIN_LOSS_SCALE:
-            reason = f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16."
-        elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
-            reason = f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the "
-            reason += "examples in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
-        else:
-            return
-        raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
+        if in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
+            why = f"step {progress.step}: no finite gradient in {in_a_row} steps in a row; none changed a weight. "
+            why += "" if loss_scale is None else "fp16 overflows: try --mixed_precision bf16. "
+            remedy = "Look at the examples in metrics.jsonl, lower the learning rate, or raise "
+            remedy += "--max_consecutive_nonfinite_steps."
+            raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         self._compare_replicas(progress.step, True)
@@ -231,8 +229,8 @@ class Extra(extras.Extra):
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
-        if self._config is None or not isinstance(error, OSError) or not self._could_not_write(error):
-            if self._is_trained and self._config is not None:
+        if not isinstance(error, OSError) or not self._could_not_write(error):
+            if self._is_trained:
                 done = "what comes after the last step has failed; its checkpoint is written"
                 show_error(f"{done}: {self._same_command()} makes what is missing.")
             return None
@@ -266,18 +264,25 @@ class Extra(extras.Extra):
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
         summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:
-            summary["oom_recoveries"] = self._recovering.recoveries
+            summary["oom_recoveries"] = sum(exchange(self._recovering.recoveries))
+
+
+def said_by(run: Run) -> Callable[[str], object]:
+    """What shows a line from any rank: the outputs of all but the first are silent."""
+    rank = run.launch.rank
+    return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else run.outputs.note
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    others = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    started = others if world_size == 1 and "RANK" not in environment else world_size
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE") if "RANK" not in environment else ()
+    found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names if world_size == 1}
+    started = max(found.values())
     if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         raise UserError(
             f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not "
             "set. Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how); for one "
-            "process unset WORLD_SIZE."
+            f"process unset {max(found, key=found.__getitem__)}."
         )
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:

@@ -25,6 +25,7 @@ from train.records import IGNORE, MicroBatch, StepError, StepOutcome, one_line
 from train.step import Engine, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
+Say: TypeAlias = Callable[[str], object]
 FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure]]
 
 
@@ -75,7 +76,7 @@ class Recovering(Engine):
     of the others waiting for ever. ``find_measures`` is asked once, for the prepared model.
     """
 
-    def __init__(self, engine: Engine, say: Callable[[str], None], find_measures: FindMeasures = lambda _: ()) -> None:
+    def __init__(self, engine: Engine, say: Say, find_measures: FindMeasures = lambda _: ()) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0  # faults of this rank after which the step was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark

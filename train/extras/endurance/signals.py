@@ -69,7 +69,7 @@ class Signals:
             yield
 
 
-def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
+def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
     """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
 
     Where they die before they have delivered anything, this process loads the rest itself.

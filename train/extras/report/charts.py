@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -29,7 +28,10 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _LINE),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
 }
-_SPLITS = ({"color": SECOND, "marker": "o"}, {"color": INK, "marker": "D"}, {"color": MUTED, "marker": "s"})
+_SPLITS: dict[str, Any] = {
+    "validation": {"color": SECOND, "marker": "o"},
+    "test": {"color": INK, "marker": "D"},
+}
 
 
 class Chart(NamedTuple):
@@ -43,17 +45,13 @@ class Chart(NamedTuple):
 def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     """The charts for which ``metrics`` hold at least one point; ``summary`` gives the limits that they show."""
     training = [row for row in metrics if row["kind"] == "train"]
-    held_out: dict[str, list[Row]] = {}
-    for row in metrics:
-        if row["kind"] == "evaluation":
-            held_out.setdefault(row["split"], []).append(row)
+    held_out = {split: [row for row in metrics if row.get("split") == split] for split in _SPLITS}
 
     def trained(name: str, label: str | None = None) -> list[Curve]:
         return [(points(training, name), {"color": FIRST, "label": label})]
 
     def by_split(name: str) -> list[Curve]:
-        looks = zip(held_out.items(), itertools.cycle(_SPLITS))
-        return [(points(rows, name), {**look, "label": split}) for (split, rows), look in looks]
+        return [(points(held_out[split], name), {**look, "label": split}) for split, look in _SPLITS.items()]
 
     norms = [(step, value) for step, value in points(training, "grad_norm") if value > 0]
     skipped = {row["step"] for row in metrics if row["kind"] == "skipped"}

@@ -37,6 +37,8 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     )
     source, adapter = config.architecture.model, config.get("adapter", "none")
     origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
+    if source and config.architecture.is_function:
+        origin = f"that `{_public(source)}` builds, trained"
     if adapter != "none":
         origin += f" by {'LoRA' if adapter == 'lora' else 'QLoRA'} of rank {config.get('lora_rank')}"
     settings = {**to_values(config), **summary}
@@ -71,7 +73,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
-    if source is not None and ":" in source and not Path(source).exists():
+    if source is not None and config.architecture.is_function:
         return (
             f"The weights are in `model.safetensors`; build the model with `{_public(source)}` and fill it with "
             "`safetensors.torch.load_model`. The tokenizer loads with `AutoTokenizer.from_pretrained`."

@@ -91,7 +91,7 @@ class Extra(extras.Extra):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
             raise UserError(f"metric_for_best: {self._metric!r} is not among this task's metrics: {known}.")
         value, best = float(found), progress.best_metric
-        is_better = best is None or math.isnan(best) or (value > best if self._grows else value < best)
+        is_better = best is None or (value > best if self._grows else value < best)
         in_vain = progress.evaluations_without_improvement + 1
         progress = replace(progress, best_of=self._best_of, evaluations_without_improvement=in_vain)
         if math.isnan(value) or not is_better:
