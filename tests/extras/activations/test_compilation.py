@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from train.extras.activations import compile_layers
+from train.extras.long_sequences.documents import Documents
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
 from train.model import ModelWithLoss
@@ -35,13 +36,18 @@ def _forgets() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gradients(model: nn.Module, length: int) -> tuple[float, dict[str, Tensor]]:
+def gradients(model: nn.Module, length: int, rows: list[list[int]] | None = None) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of two rows, each of one document or of some of these lengths."""
     model.zero_grad()
     ids = torch.arange(3, 3 + 2 * length).view(2, length)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if rows is not None:
+        documents = Documents.of(rows)
+        inputs |= {"documents": documents, "position_ids": documents.position_ids()}
     torch.manual_seed(1)
     with_loss = ModelWithLoss(model.train())
     use_loss_in_head(with_loss, "chunked")
-    loss = with_loss({"input_ids": ids}, ids.clone())
+    loss = with_loss(inputs, ids.clone())
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -64,6 +70,35 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     # Layers that recompute and layers that do not are two functions.
     assert compiler.frame_count == (4 if mode == MODES[1] else 2)
+
+
+BREAKS = {"packing": True}, {"tiled_mlp": True}, {"packing": True, "gradient_checkpointing_offload": True}
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("breaks", BREAKS, ids=["packed", "tiled", "offloaded"])
+def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks: dict[str, bool]) -> None:
+    """Attention within documents and tiles are left out; torch would leave out all of a checkpoint around them."""
+    plain, compiled = (built(LLAMA, gradient_checkpointing=kind, **breaks) for _ in range(2))
+    compile_layers(compiled, compiler := counting())
+    for length in (12, 20, 31):
+        cut = [[5, length - 5], [7, length - 7]]
+        loss, expected = gradients(plain, length, cut if "packing" in breaks else None)
+        again, found = gradients(compiled, length, cut if "packing" in breaks else None)
+        assert again == pytest.approx(loss, rel=1e-6)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert compiler.frame_count >= 4
+
+
+def test_documents_of_other_lengths_compile_nothing_again() -> None:
+    """Windows of eight tokens: whether a document is longer than one is looked at outside of what is compiled."""
+    shape = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+    model = built(shape, packing=True)
+    compile_layers(model, compiler := counting())
+    for longest in (9, 7, 12, 5, 14, 11):
+        gradients(model, 20, [[longest, 20 - longest]] * 2)
+    assert compiler.frame_count == 4  # of two different halves of a layer, each for one and for all lengths
 
 
 def test_attention_stays_causal_without_a_mask() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
@@ -98,12 +99,24 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     length × length), weights keep their names, and equal layers share one compilation; the second length makes lengths
     symbolic. To be called after activation checkpointing was set up. Raises UserError where no such layers are known.
     """
+    import torch
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    compiled = cache(partial(torch.compile, backend=backend))
+
+    @torch.compiler.disable(reason="what breaks a graph inside a checkpoint would leave the whole layer uncompiled")
+    def within(checkpoint: Any, function: Any, *inputs: Any, **options: Any) -> Any:
+        forward = partial(compiled(function.func), *function.args, **function.keywords)
+        return checkpoint(forward, *inputs, **options)
 
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
     if not layers:
         raise UserError("compile: this model has no repeated layers of transformers. Leave it out.")
+    # From transformers 5.23 on a layer recomputes within its forward, before that around its call.
+    is_within = "__call__" not in vars(GradientCheckpointingLayer)
     for layer in layers:
         layer.compile(backend=backend)
+        if is_within and getattr(layer, "gradient_checkpointing", False):
+            vars(layer)["_gradient_checkpointing_func"] = partial(within, layer._gradient_checkpointing_func)
     return len(layers)

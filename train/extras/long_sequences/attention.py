@@ -77,7 +77,6 @@ def attend(
             raise ValueError(f"its attention uses {name}")
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-    window = None if window is None or window >= documents.longest else window
     how = {"dropout": options.get("dropout", 0.0), "scaling": options.get("scaling"), "is_causal": causal}
     return _attend_within(module, (query, key, value), documents, window, how), None
 
@@ -116,6 +115,7 @@ def _attend_within(
     module: nn.Module, tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]
 ) -> Tensor:
     """(B, S, H, D) attention within documents; ``how``: what :func:`attend_rows` is told."""
+    window = None if window is None or window >= documents.longest else window
     if how["dropout"] == 0.0 and _suits_flash(tensors[0], tensors[2]):
         return _attend_at_once(tensors, documents, window, how)
 
