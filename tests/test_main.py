@@ -405,8 +405,6 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ("max_tokens_per_micro_batch: 2048", "give global_batch_size"),
         ("max_tokens_per_micro_batch: 512\nglobal_batch_size: 4", "does not hold one example of max_length 1024"),
         ("max_tokens_per_micro_batch: 2048\nglobal_batch_size: 4\nmicro_batch_size: 2", "neither micro_batch_size"),
-        ("sequence_length_warmup_steps: 5\nsequence_length_warmup_start: 1024", "is not below max_length 1024"),
-        ("sequence_length_warmup_steps: 5\ntask: sequence_classification", "has one label a row"),
         (
             "max_grad_norm: -1.0",
             "max_grad_norm: -1.0 is not valid: it must be above 0; null (None on the command line) turns it off",

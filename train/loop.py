@@ -41,7 +41,6 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     while not stops and not is_done(run, total_steps, progress):
         steps = parts.batches.steps(progress.epoch, progress.step_in_epoch)
         for micro_batches in steps:
-            micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
             # share tensors compute the same activations, and have to drop the same of them.
             seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
@@ -49,7 +48,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             for group in parts.optimizer.param_groups:
                 group["lr"] = rate
             try:
-                with run.extras.inside("computing", "forward", micro_batches):
+                with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact:  # nothing of the steps before is lost

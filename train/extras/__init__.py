@@ -98,9 +98,6 @@ class Extra:
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
 
-    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
-        """The micro-batches of one step, as this rank will see them."""
-
     # Seam 2: the model
 
     def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
@@ -157,8 +154,11 @@ class Extra:
     def starting(self, run: Run, parts: Parts) -> None:
         """The first step of this process comes next."""
 
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Surrounds an optimizer step, which begins with the phase forward, or the evaluation of one micro-batch."""
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int) -> AbstractContextManager[None]:
+        """Surrounds optimizer step ``step``, which begins with the phase forward, or the evaluation of a micro-batch.
+
+        ``step`` counts from 1; 0: an evaluation, or a rehearsal.
+        """
 
     def mark(self, phase: str) -> None:
         """A phase of the step begins: forward, backward, clip or optimizer."""

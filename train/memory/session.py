@@ -223,7 +223,7 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
             labels = micro_batches[0].labels.clone()
             labels.view(-1)[0] = 0
             micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
-        with run.extras.inside("computing", "forward", micro_batches):
+        with run.extras.inside("computing", "forward", micro_batches, 0):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
         if evaluated is not None:

@@ -88,11 +88,9 @@ def measured(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[dict
     monkeypatch.setattr(run.outputs, "record", lambda run, kind, step, row: rows.append((kind, step, row)))
     ill = Health(run, network, 1)
     engine = Engine(accelerator, config, lambda phase: ill.see_gradient() if phase == "clip" else None)
-    ill.step = 7
-    assert ill.is_due()
-    with ill.measuring():
+    assert ill.is_due(7)
+    with ill.measuring(7):
         engine.step(model, optimizer, window)
-    assert not ill.is_due()  # until it is told of the next step
     ((kind, step, row),) = rows
     assert (kind, step, row["layers"], row["loss_scale"]) == ("health", 7, list(layers), scale)
 
@@ -151,8 +149,7 @@ def test_a_sum_of_losses_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> No
     run = run_for(from_values({"model": "x"}), Accelerator(cpu=True))
     monkeypatch.setattr(run.outputs, "record", lambda run, kind, step, row: rows.append(row))
     ill = Health(run, network, 1)
-    ill.step = 1
-    with ill.measuring():
+    with ill.measuring(1):
         network(**batch(1).inputs).backward()
         ill.see_gradient()
     seen = dict(zip(rows[0]["layers"], rows[0]["activations"], strict=True))
@@ -168,8 +165,7 @@ def test_early_steps_and_every_nth_are_due() -> None:
     ill = Health(run_for(Config()), Net(), 20)
     due = []
     for step in range(65):
-        ill.step = step
-        due += [step] if ill.is_due() else []
+        due += [step] if ill.is_due(step) else []
     assert due == [1, 2, 4, 8, 16, 20, 40, 60]
 
 

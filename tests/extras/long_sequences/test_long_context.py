@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from test_main import _own_signals as _own_signals
 from test_main import train
 from transformers import AutoModelForCausalLM
 
-from train.config import Config
-from train.extras.long_sequences import attention
+from train.config import Config, from_values
+from train.extras.long_sequences import Extra, attention
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import build_model
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
@@ -199,3 +201,17 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(
 ) -> None:
     assert train(llama_recipe, tmp_path / "run", *flags) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+def test_another_stretch_of_positions_is_another_model() -> None:
+    own = {"rope_scaling": "yarn", "max_length": 64}
+    cases = ({}, {"max_length": 128}, {"rope_scaling_factor": 2.0}, {"rope_scaling_factor": 4.0})
+
+    def identity(values: dict[str, Any]) -> dict[str, Any]:
+        run: Any = SimpleNamespace(config=from_values(values))
+        return Extra().identity(run, run)
+
+    found = [identity({**own, **case}) for case in cases]
+    assert all(first != second for first, second in itertools.combinations(found, 2))
+    plain = [identity({"max_length": length}) for length in (64, 128)]
+    assert plain[0] == plain[1]

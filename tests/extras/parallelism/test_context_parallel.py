@@ -92,7 +92,6 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
         (FSDP2, {"attn_implementation": "eager"}, "attn_implementation: eager: .*sdpa"),
         (FSDP2, {"micro_batch_size": "auto"}, "micro_batch_size: auto"),
         (FSDP2, {"packing": True}, r"packing: leave packing out, or use .*fsdp2\.yaml"),
-        (FSDP2, {"sequence_length_warmup_steps": 3}, "sequence_length_warmup_steps: 3: set it to 0"),
     ],
 )
 def test_combinations_that_cannot_be(engine: dict[str, str], values: dict[str, Any], message: str) -> None:

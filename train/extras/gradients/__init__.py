@@ -71,16 +71,11 @@ class Extra(extras.Extra):
 
             self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
 
-    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
-        if self._health is not None:  # no other event tells which step comes next
-            self._health.step = step + 1
-        if self._noise is not None:
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int) -> AbstractContextManager[None]:
+        if step and self._noise is not None:
             self._noise.begin(micro_batches)
-        return micro_batches
-
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        is_due = phase == "forward" and self._health is not None and self._health.is_due()
-        return self._health.measuring() if is_due else nullcontext()  # pyright: ignore
+        is_due = self._health is not None and self._health.is_due(step)
+        return self._health.measuring(step) if is_due else nullcontext()
 
     def mark(self, phase: str) -> None:
         if phase == "clip" and self._health is not None:  # the gradient is whole, and still has its loss scale

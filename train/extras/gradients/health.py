@@ -34,7 +34,6 @@ class Health:
     """Measures one run; ``network`` is the trained model, its weights whole or sharded."""
 
     def __init__(self, run: Run, network: nn.Module, every_steps: int) -> None:
-        self.step = 0  # the one that comes next, from 1; 0: none of training
         self._run, self._network, self._every_steps = run, network, every_steps
         self._weights: dict[str, list[nn.Parameter]] = {}
         for name, parameter in network.named_parameters():
@@ -45,15 +44,15 @@ class Health:
         self._activations: dict[str, Tensor] | None = None  # () the largest so far, by layer; None: not measured now
         self._loss_scale, self._has_fp16 = None, False
 
-    def is_due(self) -> bool:
-        """Whether the next step is measured: early ones more often, because that is where most runs go wrong."""
-        is_early = self.step < self._every_steps and self.step & (self.step - 1) == 0
-        return self.step > 0 and (is_early or self.step % self._every_steps == 0)
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` is measured: early ones more often, because that is where most runs go wrong."""
+        is_early = step < self._every_steps and step & (step - 1) == 0
+        return step > 0 and (is_early or step % self._every_steps == 0)
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measuring(self, step: int) -> Iterator[None]:
         """Surrounds a step that is due."""
-        step, self.step, self._gradients, self._activations = self.step, 0, [], {}
+        self._gradients, self._activations = [], {}
         # A compiled layer would keep the hooks for ever.
         modules = () if self._run.config.get("compile") else self._network.named_modules()
         named = [(layer_of(name), module) for name, module in modules]

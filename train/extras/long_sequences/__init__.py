@@ -1,4 +1,4 @@
-"""Long sequences: packing, attention within documents, scaled rotary positions, sliding windows, length warm-up."""
+"""Long sequences: packing, attention within documents, scaled rotary positions, sliding windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Parts, Run, UsageError
+from train.records import Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +31,6 @@ class Options:
     rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
     rope_scaling_factor: float | None = option(None, "Default: max_length divided by the model's positions.", gt=1)
     sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
-    sequence_length_warmup_steps: int = option(0, "Cut each of the first steps into shorter pieces.", ge=0)
-    sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
 
 
 class Extra(extras.Extra):
@@ -56,17 +54,11 @@ class Extra(extras.Extra):
             if tokens < length:
                 why = f"does not hold one example of max_length {length}"
                 raise UsageError(f"{given} {why}: give {length} or more, or a smaller max_length.")
-        warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
-        if warmup and start >= length:
-            raise UsageError(f"sequence_length_warmup_start: {start} is not below max_length {length}: give less.")
-        if warmup and own.packing:
-            raise UsageError("sequence_length_warmup_steps would cut the documents of a packed row: leave one out.")
-        if own.packing or warmup:
+        if own.packing:
             from train.tasks import load_task  # which takes seconds
 
             if load_task(config.data.task).labelled:
-                asked = "packing" if own.packing else "sequence_length_warmup_steps"
-                raise UsageError(f"{asked}: {config.data.task} has one label a row: leave it out, or use another task.")
+                raise UsageError(f"packing: {config.data.task} has one label a row: leave it out, or use another task.")
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         own = run.config.of(Options)
@@ -86,18 +78,6 @@ class Extra(extras.Extra):
         from train.extras.long_sequences.packing import packed
 
         return packed(data, run.config.data.max_length)
-
-    def starting(self, run: Run, parts: Parts) -> None:
-        self._longest = int(parts.batches.lengths.max())
-
-    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
-        if run.config.of(Options).sequence_length_warmup_steps == 0:
-            return micro_batches
-        from train.extras.long_sequences.length_warmup import cut, sequence_length_at
-        from train.tasks import load_task
-
-        length, causal = sequence_length_at(step, run.config, self._longest), load_task(run.config.data.task).is_causal
-        return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:

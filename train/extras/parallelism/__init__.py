@@ -158,21 +158,19 @@ def _check_tensors(config: Config, launch: Launch) -> None:
 
 
 def _check_sequences(config: Config, launch: Launch) -> None:
-    from train.tasks import load_task, task_names
+    from train.tasks import load_task
 
-    is_ulysses, steps = launch.sp_size > 1, config.get("sequence_length_warmup_steps", 0)
+    is_ulysses = launch.sp_size > 1
     name, engine, other = ("sp", "deepspeed", "deepspeed_zero2.yaml") if is_ulysses else ("cp", "fsdp2", "fsdp2.yaml")
     example = "ulysses_sequence_parallel.yaml" if is_ulysses else "fsdp2_context_parallel.yaml"
     attention, tokens = config.architecture.attn_implementation, config.get("max_tokens_per_micro_batch")
-    task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
+    task, a_causal_task = config.data.task, f"use a causal task such as causal_lm, or accelerate_configs/{other}"
     is_other = attention == "eager" if is_ulysses else attention not in (None, "sdpa")
-    a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
     fixed_rows = "give micro_batch_size instead: exchanges need a fixed number of rows"
     extras.refuse(
         f"parallelism_config_{name}_size: {launch.copies} in the launch file",
         (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
-        (f"task: {task}", task not in causal, a_causal_task),
+        (f"task: {task}", not load_task(task).is_causal, a_causal_task),
         (f"attn_implementation: {attention}", is_other, "use sdpa"),
         (f"max_tokens_per_micro_batch: {tokens}", is_ulysses and tokens is not None, fixed_rows),
-        (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, or use accelerate_configs/{other}"),
     )
