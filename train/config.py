@@ -121,7 +121,7 @@ class Output:
 
     output_dir: str = everyday("runs/default", "The run's folder.", is_path=True)
     resume: str = everyday("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True)
-    save_every_steps: int | None = everyday(None, "Checkpoint also every n steps.", ge=1)
+    save_every_steps: int | None = everyday(500, "Checkpoint every n steps, and at the end; None: only there.", ge=1)
     save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
     eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)
     eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)

@@ -250,12 +250,17 @@ class Extras:
             return stack.pop_all()
 
 
+def is_here(module: str) -> bool:
+    """Whether there is such a module; not a folder that git has emptied but for ``__pycache__``."""
+    return (spec := find_spec(module)) is not None and spec.origin is not None
+
+
 @functools.cache
 def classes() -> dict[str, type[Extra]]:
     """The class of each extra whose folder is there, and those that it needs, by name."""
     found: dict[str, type[Extra]] = {}
     for name, module in ORDER.items():
-        if find_spec(module) is not None:
+        if is_here(module):
             extra = import_module(module).Extra
             if all(needed in found for needed in extra.needs):
                 found[name] = extra

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +26,7 @@ from torch.amp.autocast_mode import _cast
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import flop_registry
 
+from train.extras import is_here
 from train.extras.hardware import cpu_has_fast_bf16
 from train.extras.meter.flops import attended
 from train.extras.meter.tracker import tensors_in
@@ -35,7 +35,7 @@ from train.memory.predict import Target
 
 def module_of(extra: str, name: str) -> Any:
     """The module ``name`` of an extra, or None if the extra is not here."""
-    return import_module(f"train.extras.{extra}.{name}") if find_spec(f"train.extras.{extra}") else None
+    return import_module(f"train.extras.{extra}.{name}") if is_here(f"train.extras.{extra}") else None
 
 
 def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:

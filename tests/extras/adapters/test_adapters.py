@@ -219,6 +219,18 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_functions_model_may_bring_adapters_of_its_own(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "with_peft.py").write_text(
+        "from peft import LoraConfig, get_peft_model\nfrom transformers import AutoConfig, AutoModelForCausalLM\n\n"
+        f"def build():\n    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{LLAMA}, vocab_size=384))\n"
+        "    return get_peft_model(base, LoraConfig(r=2, target_modules=['q_proj']))\n"
+    )
+    flags = ("--model", f"{tmp_path}/with_peft.py:build", "--tokenizer", "bytes", "--max_steps", 1)
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    assert len(saved) == 4 and all("q_proj" in name for name in saved)
+
+
 def train(recipe: Path, output: Path, *flags: Any) -> int:
     return main(["--config", str(recipe), "--output_dir", str(output), *map(str, flags)])
 

@@ -80,7 +80,7 @@ class Extra(extras.Extra):
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
     ) -> TrainingState | None:
-        if not hasattr(network, "peft_config"):  # by which peft marks a model with adapters
+        if "adapter" not in identity:  # a function's model that has adapters of its own is saved as peft does
             return None
         from train.extras.adapters.lora import AdapterState
 
