@@ -615,8 +615,21 @@ def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(b"")
     (tmp_path / "d.bin").write_bytes(b"")
-    assert "cannot tell what it is" in message(tmp_path / "d.jsonl.gz")
+    assert "cannot tell what it is. Decompress it first. It must" in message(tmp_path / "d.jsonl.gz")
     assert "cannot tell what it is" in message(tmp_path / "d.bin")
+
+
+def test_a_name_with_a_slip_is_answered_with_the_file_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "contracts.jsonl").write_text('{"text": "a"}\n')
+    assert message(tmp_path / "contrats.jsonl").endswith(f"(user/name). Is it {tmp_path / 'contracts.jsonl'}?")
+
+
+def test_a_line_that_is_cut_off_and_a_column_that_no_record_has(tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c')
+    assert "not JSON (Unterminated string starting at column 10 (char 9))" in message(tmp_path / "cut.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
+    said = message(tmp_path / "other.jsonl")
+    assert "no column 'text'; the columns are body." in said and said.endswith("So are all 2 records.")
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "~no.such.user/x"])

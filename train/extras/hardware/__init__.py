@@ -13,7 +13,7 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from train import extras
 from train.config import Config, option
@@ -45,7 +45,7 @@ class Extra(extras.Extra):
         return launch
 
     def started(self, run: Run) -> None:
-        run.outputs.note(describe_device(run.accelerator, run.launch), self._precision_line)
+        run.outputs.note(describe_device(run), self._precision_line)
 
 
 def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:
@@ -146,13 +146,14 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def describe_device(accelerator: Any, launch: Launch) -> str:
+def describe_device(run: Run) -> str:
     """The first line of a run."""
     import torch
 
+    accelerator, dtype = run.accelerator, run.config.architecture.dtype
     device, arithmetic = accelerator.device, precision_in_use(accelerator)
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
-    parts += [str(launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
-    shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
+    parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
+    shown = {"no": {"float32": "fp32"}.get(dtype, dtype), "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
     return f"device: {', '.join(filter(None, parts))}, precision {shown}"

@@ -67,7 +67,9 @@ def _is_function(config: Config) -> bool:
 def _work_offline_without_an_address(config: Config) -> None:
     """Where the Hub's host has no address, its libraries would ask again and again for half a minute."""
     names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
-    asks = any(name and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() for name in names)
+    files = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+    given = [name for name in names if name and not name.endswith(files) and not Path(name).exists()]
+    asks = any(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) for name in given)
     if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
         host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import platform
 import re
@@ -57,7 +58,9 @@ def _load(data: Source) -> dict[str, Dataset]:
         return _load_path(path, data)
     is_path = path.suffix.lower() in SUFFIXES or (len(path.parts) == 2 and path.parent.is_dir())
     if is_path or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)
+        found = f" Is it {path.parent / near[0]}?" if near else ""
+        raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).{found}")
     return tables.load_named(data)
 
 
@@ -110,7 +113,8 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
     """A single file, or the files of each split that a folder's names tell."""
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
+            packed = " Decompress it first." if path.suffix.lower() in (".gz", ".zip", ".zst", ".bz2", ".xz") else ""
+            raise UserError(f"{path}: cannot tell what it is.{packed} It must end in one of {' '.join(SUFFIXES)}.")
         return {"train": [str(path)]}
     files = _walk(path)
     kinds = RECORD_SUFFIXES if any(file.suffix.lower() in RECORD_SUFFIXES for file in files) else TEXT_SUFFIXES

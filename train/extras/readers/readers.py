@@ -70,7 +70,8 @@ def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: 
     for flag, noun in (("on_bad_record", "bad record"), ("on_empty_document", EMPTY)):
         found = [f"{source}: {problem}" for source, problem in problems if (problem == EMPTY) == (noun == EMPTY)]
         if found and getattr(data, flag) == "error":
-            raise UserError(f"{found[0]}. Correct it, or leave such records out with --{flag} skip.")
+            remedy = f"Correct it, or leave such records out with --{flag} skip"
+            raise UserError(f"{found[0]}. {remedy if len(found) < count else f'So are all {count:,} records'}.")
         if found:
             notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")
     if len(problems) == count:
@@ -190,7 +191,7 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         several = ". An object begins at the start of a line; `jq -c . FILE` puts each on one" * ("{" in text)
-        return RecordError(f"not JSON ({error}){several}".replace(": line 1 column", " at column"))
+        return RecordError(re.sub("(?: at)?: line 1 column", " at column", f"not JSON ({error}){several}"))
 
 
 def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Literal[0, 3]) -> Found:

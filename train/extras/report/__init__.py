@@ -111,6 +111,7 @@ class Extra(extras.Extra):
 def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
     """Data, model, batch and launch of a run."""
     config, arithmetic, precision = run.config, parts.batches.arithmetic, run.accelerator.mixed_precision
+    dtype = config.architecture.dtype  # of weights, and without autocast of all that is computed
     return {
         "task": parts.data.task.name,
         "dataset": parts.data.corpus.name,
@@ -124,7 +125,7 @@ def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
         "gradient_accumulation_steps": arithmetic.accumulation_steps,
         "world_size": run.launch.world_size,
         "launch": str(run.launch),
-        "mixed_precision": "fp32" if precision == "no" else precision,
+        "mixed_precision": precision if precision != "no" else {"float32": "fp32"}.get(dtype, dtype),
         "max_grad_norm": config.optimization.max_grad_norm,
     }
 
