@@ -86,7 +86,7 @@ class TrainingState:
     def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
         optimizer = {f"{n}.{k}": v for n, s in self._states().items() for k, v in s.items() if isinstance(v, Tensor)}
-        return {"model": _blocks(self.model_tensors(), rank), "optimizer": _blocks(optimizer, rank)}
+        return {"model": _blocks(self.checkpointed_tensors(), rank), "optimizer": _blocks(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, as JSON, the same on every rank: identity, numbers of the state, loss scaler."""
@@ -121,15 +121,19 @@ class TrainingState:
 
     def restore_model(self, blocks: StoredBlocks) -> None:
         """Takes back the weights alone."""
-        for name, tensor in self.model_tensors().items():
+        for name, tensor in self.checkpointed_tensors().items():
             _filled(tensor, blocks, "model", name)
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: weights and persistent buffers by name, each tensor once."""
+        """Weights and persistent buffers by name, each tensor once."""
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             found.setdefault(id(tensor), (name, tensor))
         return dict(found.values())
+
+    def checkpointed_tensors(self) -> dict[str, Tensor]:
+        """Those of them that a checkpoint holds."""
+        return self.model_tensors()
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
@@ -137,7 +141,7 @@ class TrainingState:
         One tensor at a time is whole on every rank: no more memory is needed than for the largest.
         """
         whole = {}
-        for name, tensor in TrainingState.model_tensors(self).items():
+        for name, tensor in self.model_tensors().items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
                 whole[name] = full.detach().cpu().contiguous()
@@ -157,7 +161,7 @@ class TrainingState:
             logging.disable_progress_bar()
             keep_cache(model, True)  # off in training only
             dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
-            first = {id(tensor): name for name, tensor in TrainingState.model_tensors(self).items()}
+            first = {id(tensor): name for name, tensor in self.model_tensors().items()}
             for name, tensor in model.state_dict(keep_vars=True).items():  # a name that the class ties by hand
                 is_declared = name in (getattr(model, "all_tied_weights_keys", None) or {})
                 if name not in weights and id(tensor) in first and not is_declared:

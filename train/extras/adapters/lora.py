@@ -176,10 +176,10 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
 class AdapterState(TrainingState):
     """A run whose checkpoints hold what is trained, and a digest of what is not."""
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def checkpointed_tensors(self) -> dict[str, Tensor]:
         """Adapters, trained heads and persistent buffers, by name."""
         kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
-        return {name: tensor for name, tensor in super().model_tensors().items() if id(tensor) in kept}
+        return {name: tensor for name, tensor in self.model_tensors().items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, and the digest of the frozen weights."""

@@ -88,16 +88,18 @@ class DeepSpeedState(TrainingState):
         """In fp32; one tensor at a time is whole on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model_tensors().items() if keep}
+        whole = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.checkpointed_tensors().items() if keep
+        }
         for name, parameter in self.model.named_parameters():
             tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if keep and tensor is not None:
                 whole[name] = tensor.detach().cpu()
         return whole
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def checkpointed_tensors(self) -> dict[str, Tensor]:
         """What of the model is in none of the buffers."""
-        return {name: tensor for name, tensor in super().model_tensors().items() if not tensor.requires_grad}
+        return {name: tensor for name, tensor in self.model_tensors().items() if not tensor.requires_grad}
 
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
