@@ -289,8 +289,8 @@ def test_accelerate_configuration_loads(path: Path) -> None:
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
 def test_accelerate_configuration_is_explained(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
-    readme, scaling = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/scaling.md"))
-    assert f"| `{path.name}` |" in readme
+    launch, scaling = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("launch.md", "scaling.md"))
+    assert f"| `{path.name}` |" in launch
     assert path.stem == "cpu" or f"`{path.stem}`" in scaling
 
 

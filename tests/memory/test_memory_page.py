@@ -328,6 +328,22 @@ def test_what_attention_in_parts_saves_is_that_of_now(monkeypatch: pytest.Monkey
     assert f"to need {needed[0]:.1f} GiB; with all heads at once {needed[1]:.1f}" in page
 
 
+@pytest.mark.slow
+def test_what_accumulation_takes_from_a_length_of_the_ladder_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    page = words_of((ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8"))
+    [rung] = [rung for rung in rungs_of("1b") if rung.name == "activation checkpointing"]
+    ladder = json.loads((ROOT / "docs" / "results" / "ladder-predicted-rtx-4090.json").read_text(encoding="utf-8"))
+    [length] = [row["length"] for row in ladder["rows"] if (row["model"], row["rung"]) == ("1b", rung.name)]
+    device, needed = find_device("rtx-4090"), list[str]()
+    with Predictor() as own:
+        for size in (1, 8):
+            asked = replace(rung, settings={**rung.settings, "global_batch_size": size})
+            needed.append(f"{outcome_at(asked, device, length, Predictions(own)).needed_bytes / 2**30:.2f}")
+    said = f"{length:,} tokens of the 1B model with {rung.name} need {needed[0]} of the RTX 4090's 23.03 GiB with"
+    assert f"{said} a global batch of 1, and {needed[1]} GiB with one of 8" in page
+
+
 LENGTHENED = ("8b", "QLoRA instead"), ("0.5b", "checkpoints on the host")
 
 
@@ -370,7 +386,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     rows = result("long_sequence")["results"]
     time = rows["+ compiled"]["time_ratio"]["median"]
     memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
-    assert f"by QLoRA on {step['length']:,} tokens [held to 24 GiB]" in readme
+    assert f"a QLoRA step of Llama-3.1-8B's shape on {step['length']:,} tokens [fit in 24 GiB]" in readme
     assert rows["+ compiled"]["settings"] == {"gradient_checkpointing": "selective", "loss": "auto", "compile": True}
     assert "with selective checkpointing, Liger's loss and `--compile` one sequence" in readme
     assert (
