@@ -26,7 +26,7 @@ class Launch:
     engine: str = "ddp"  # also for a process that is alone; fsdp2 or deepspeed
     precision: str = "no"  # the launcher's mixed precision; "no" also where nobody chose
     tp_size: int = 1  # ranks that share the weights of each layer and see the same examples
-    cp_size: int = 1  # ranks that share each sequence; keys and values go round (ring attention)
+    cp_size: int = 1  # ranks that share each sequence; for attention each gathers all keys and values
     sp_size: int = 1  # ranks that share each sequence outside attention and the heads inside it (Ulysses)
     offloads: bool = False  # whether FSDP2's shards are in host memory between their uses
 
