@@ -7,7 +7,7 @@ import re
 
 from support import ROOT
 
-from train.config import fields
+from train.config import CORE, fields
 
 PAGE = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
 OTHERS = {  # of the planner, the studies and the launcher
@@ -28,11 +28,23 @@ def test_files_on_the_page_exist() -> None:
 def test_defaults_of_the_core_on_the_page_of_the_loop_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8").split("## Flags of the core")[1].split("## ")[0]
     rows = re.findall(r"^\| (`--.+?) \| (.*?) ?\| ", page, re.MULTILINE)
-    assert len(rows) > 15
+    of_core = {name for section in ("architecture", "optimization", "output") for name in vars(CORE[section]())}
+    named = {name for names, _ in rows for name in re.findall(r"--(\w+)", names)}
+    assert of_core - named == {"model", "model_config", "optimizer"}  # which other pages explain
     for names, default in rows:
         for name in re.findall(r"--(\w+)", names):
             expected = fields()[name][1].default
             assert default.strip("`") == ("" if expected is None else str(expected)), name
+
+
+def test_flags_for_people_who_come_from_trainer_are_ours_and_theirs_are_not() -> None:
+    after = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8").split("## Coming from Trainer")[1]
+    shared, table = after.split("\n## ")[0].split("| --- | --- |")
+    left, right = zip(*(row.strip("| ").split(" | ") for row in table.strip().splitlines()), strict=True)
+    theirs, ours = ({*re.findall(r"--(\w+)", " ".join(cells))} for cells in (left, [shared, *right]))
+    without = {"eval_strategy", "save_strategy"}  # named as what there is not
+    assert len(theirs) > 20 and (theirs | without) & set(fields()) == set()
+    assert ours - without - set(fields()) == set()
 
 
 def test_figures_on_the_page_are_those_of_the_memory_page() -> None:
