@@ -110,7 +110,9 @@ class Optimization:
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
     max_grad_value: float | None = option(None, "Instead: each element, to ± this.", gt=0, replaces=("max_grad_norm",))
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(
+        None, "Default: the launch file's; without one, on a GPU bf16, or fp16 where it lacks bf16."
+    )
     seed: int = option(42, "Seed of weights, order and dropout.", ge=0)
     distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)
 
@@ -122,7 +124,7 @@ class Output:
     output_dir: str = everyday("runs/default", "The run's folder.", is_path=True)
     resume: str = everyday("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True)
     save_every_steps: int | None = everyday(500, "Checkpoint every n steps, and at the end; None: only there.", ge=1)
-    save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
+    save_total_limit: int = option(2, "Checkpoints to keep, not counting the best.", ge=1)
     eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)
     eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)
     log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Options:
     """Packing, positions and windows."""
 
-    packing: bool = option(False, "Rows of several examples; none sees another, a row counts as one.", everyday=True)
+    packing: bool = option(False, "Pack examples into rows: none sees another; a row counts as one.", everyday=True)
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Form micro-batches by tokens, padding included; needs global_batch_size.",

@@ -31,7 +31,7 @@ class Options:
     """How ranks share the work; the launch file says the rest."""
 
     find_unused_parameters: bool = option(
-        False, "Have DDP expect that a step leaves parameters without a gradient; where all steps do, it is found."
+        False, "Let DDP expect parameters without a gradient in some steps; found by itself where it is in all."
     )
 
 

@@ -29,7 +29,7 @@ class Options:
     """Report page, model card, trackers, the Hub."""
 
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
-    run_name: str | None = option(None, "In trackers, report and card; default: the folder's, in the card the task's.")
+    run_name: str | None = option(None, "Name in trackers, report and card; default: the folder, in the card the task.")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.")
     hub_model_id: str | None = option(None, "user/name to upload to.")
     hub_private_repo: bool = option(False, "Create the repository as a private one.")
