@@ -88,6 +88,7 @@ def test_classes_and_padding() -> None:
         (["plan", "--device", "l4", "--grid", *MODEL, "--max_length", "auto"], "--lengths"),
         (["plan", "--device", "l4", "--grid", *MODEL, "--gradient_checkpointing", "auto"], "--grid shows one setting"),
         (["plan", "--device", "l4", "--sharding", "ddp", *MODEL], "--world_size"),
+        (["plan", "--device", "l4", "--world_size", "8", "--sharding", "zero3", *MODEL], "invalid choice: 'zero3'"),
         (["plan", "--device", "l4", *MODEL[:-2], "--micro_batch_size", "auto"], "--global_batch_size"),
         (["predict", "--device", "l4", *MODEL, "--max_length", "auto"], "'plan'"),
         (["predict", "--device", "l4", *MODEL, "--micro_batch_size", "3"], "not a multiple"),

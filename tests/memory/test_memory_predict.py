@@ -26,7 +26,6 @@ from train.extras.meter.tracker import (
     LOGITS,
     OPTIMIZER_STATE,
     PARAMETERS,
-    WORKSPACE,
     StorageTracker,
     tag_gradients,
     tag_held,
@@ -441,30 +440,6 @@ def test_a_plan_and_a_run_count_the_same_operations(dtype: str, predictor: Predi
     assert counted.of(length) > attention > 0.5 * counted.of(length)
     # A flash kernel computes the scores once more in backward: five products instead of four.
     assert planned == pytest.approx(2 * (counted.of(length) + attention / 6), rel=0.01)
-
-
-def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: Predictors) -> None:
-    one = job(target=H100, mixed_precision="bf16")
-    weights = predictor.predict(one).num_parameters
-    stages = [predictor.predict(replace(one, world_size=8, sharding=s)).bytes_by_kind for s in ("zero2", "zero3")]
-    for kinds in stages:
-        assert kinds[OPTIMIZER_STATE] == pytest.approx(12 * weights / 8, rel=0.01)  # fp32 weights and two moments
-        assert kinds[WORKSPACE] >= 4 * min(weights, 50_000_000)  # the bucket that gradients are reduced in
-        assert kinds[GRADIENTS] == pytest.approx(4 * weights / 8, rel=0.01)  # in fp32
-    two, three = (kinds[PARAMETERS] for kinds in stages)
-    assert two == pytest.approx(2 * weights, rel=0.05)
-    assert three < two / 5
-
-
-@pytest.mark.slow
-def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictors) -> None:
-    pytest.importorskip("peft")
-    one = replace(job(target=H100, mixed_precision="bf16", adapter="lora"), world_size=8)
-    for sharding in ("zero2", "zero3"):
-        found = predictor.predict(replace(one, sharding=sharding))
-        assert found.num_trained_parameters < found.num_parameters / 5
-        state, gradients = (found.bytes_by_kind[kind] for kind in (OPTIMIZER_STATE, GRADIENTS))
-        assert (state, gradients) == pytest.approx((12 * found.num_trained_parameters / 8, state / 3), rel=0.2)
 
 
 def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictors) -> None:

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from support import Run, run_for
 
+from train.launch import Launch
+
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
     "free. Of the allocated memory 21.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
@@ -221,13 +223,17 @@ class NextToACard:
         return self.session.settle(self.run.config)
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, free_host_bytes: int, device: str = "cuda", **values: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        free_host_bytes: int,
+        device: str = "cuda",
+        launch: Launch = Launch(precision="bf16"),  # noqa: B008
+        **values: Any,
     ) -> None:
         import torch
         from datasets import Dataset
 
         from train.config import from_values
-        from train.launch import Launch
         from train.memory import session
         from train.memory.devices import find_device
         from train.records import MicroBatch
@@ -248,7 +254,7 @@ class NextToACard:
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
         config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
         data.task = load_task("causal_lm")(config)
-        self.run = run_for(config, launch=Launch(precision="bf16"))
+        self.run = run_for(config, launch=launch)
         monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device(device, 0))
         self.jobs: list[Any] = []
         predictor: Any = SimpleNamespace(predict=self.predict)
@@ -318,6 +324,27 @@ def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monk
     )
     found.settle()
     assert {job.sharding for job in found.jobs} == {sharding}
+
+
+def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.config import Config
+    from train.memory import Extra, Predictor
+    from train.records import UsageError
+
+    launch, started = Launch(2, engine="deepspeed"), list[object]()
+    monkeypatch.setattr(Predictor, "start", lambda predictor: started.append(predictor))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which it would set
+    for each in (launch, Launch(2)):
+        with Extra().open(Config(), each, []):
+            assert len(started) == (each is not launch)
+    for name in ("micro_batch_size", "gradient_checkpointing"):
+        config = Config().changed(**{name: "auto", "global_batch_size": 8})
+        Extra.check(config, Launch(2))
+        with pytest.raises(UsageError, match="for deepspeed: choose micro_batch_size and gradient_checkpointing"):
+            Extra.check(config, launch)
+    found = NextToACard(monkeypatch, 2**40, launch=launch)
+    found.session.ask(None)  # pyright: ignore[reportArgumentType]
+    assert not found.jobs and found.session._asked is None
 
 
 def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

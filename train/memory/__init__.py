@@ -47,11 +47,16 @@ class Extra(extras.Extra):
         self._predictor = Predictor()
         self._session: Any = None
 
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        if not is_known(launch) and "auto" in map(config.get, ("micro_batch_size", "gradient_checkpointing")):
+            raise UsageError(f"auto is not known for {launch}: choose micro_batch_size and gradient_checkpointing.")
+
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         use_expandable_segments()
         with self._predictor:
-            if launch.rank == 0 and launch.copies == 1 and config.of(Options).predict_memory:
+            if launch.rank == 0 and is_known(launch) and config.of(Options).predict_memory:
                 self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
 
@@ -87,6 +92,11 @@ class Extra(extras.Extra):
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary |= self._session.figures
+
+
+def is_known(launch: Launch) -> bool:
+    """Whether the memory of a step can be predicted: not a rank's share of a layer or a sequence, nor DeepSpeed's."""
+    return launch.copies == 1 and launch.engine != "deepspeed"
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ, is_here: bool = True) -> None:

@@ -200,7 +200,7 @@ def _own_flags(command: str) -> Parser:
     cards = "h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one"
     add("--device", metavar="NAME", help=cards)
     add("--world_size", metavar="N", type=positive, default=1, help="devices that train together")
-    add("--sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
+    add("--sharding", choices=("ddp", "fsdp2", OFFLOAD), help="how they divide the work")
     add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
     add("--num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add("--json", action="store_true", help="write the answer as JSON")

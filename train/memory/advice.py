@@ -12,7 +12,7 @@ import yaml
 
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
-from train.memory.predict import ROOT, STAGE
+from train.memory.predict import ROOT
 from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting
 
 
@@ -158,11 +158,9 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
 
 def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str) -> list[str]:
     """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, and flags for values that it lacks."""
-    if sharding in STAGE:
-        words, values = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])], {}
-    else:
-        alone = world_size == 1 and sharding != OFFLOAD
-        file = f"accelerate_configs/{('cpu' if on_cpu else 'single_gpu') if alone else sharding}.yaml"
-        words, values = ["--config_file", file], yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    alone = world_size == 1 and sharding != OFFLOAD
+    file = f"accelerate_configs/{('cpu' if on_cpu else 'single_gpu') if alone else sharding}.yaml"
+    values = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     wanted = {"num_processes": world_size, "mixed_precision": precision}
-    return words + [word for k, v in wanted.items() if values.get(k) != v for word in (f"--{k}", str(v))]
+    flags = [word for k, v in wanted.items() if values.get(k) != v for word in (f"--{k}", str(v))]
+    return ["--config_file", file, *flags]

@@ -21,7 +21,6 @@ from typing import Any
 from train.records import IGNORE, MicroBatch, UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-STAGE = {"zero2": 2, "zero3": 3}  # of ZeRO, by the job's sharding
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
@@ -57,7 +56,7 @@ class Job:
     eval_length: int | None = None  # S of the longest batch that is evaluated; None: ``length``
     special_tokens: tuple[int | None, int | None, int | None] = (0, 2, 1)  # start, end and padding: RoBERTa's
     world_size: int = 1
-    sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
+    sharding: str = "none"  # none, ddp, fsdp2 or fsdp2_offload
 
     @property
     def tokenizer_and_labels(self) -> tuple[Any, list[str]]:

@@ -14,7 +14,7 @@ from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import Recompute, ladder_on
-from train.memory.predict import HALF, STAGE, Job, Target
+from train.memory.predict import HALF, Job, Target
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
@@ -290,7 +290,7 @@ class Question:
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:
-        engine = "deepspeed" if sharding in STAGE else "fsdp2" if sharding in ("fsdp2", OFFLOAD) else "ddp"
+        engine = "fsdp2" if sharding in ("fsdp2", OFFLOAD) else "ddp"
         return Launch(self.world_size, engine=engine, offloads=sharding == OFFLOAD)
 
     def changes(self, setting: Setting) -> dict[str, Any]:

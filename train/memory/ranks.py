@@ -1,9 +1,7 @@
 """One rank of many, alone: a process group that exchanges nothing, and CUDA streams that do nothing.
 
 With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. For the process of a
-prediction only: changes made here stay. DeepSpeed's engine needs data, so under ZeRO (arXiv 1910.02054) forward and
-backward are those of the half-precision model that it holds, sharded in stage 3 as FSDP2 shards; its own buffers are
-added: the bytes per parameter of DeepSpeed 0.19 on two CPU processes.
+prediction only: changes made here stay.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
 from train.memory.fakes import FakeTracker
-from train.memory.predict import MOMENTS
 
 _environment = contextlib.ExitStack()  # undoes the changes of the environment
-SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")  # where a rank keeps only its part of the weights
+SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload")  # where a rank keeps only its part of the weights
 
 
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
@@ -83,16 +79,3 @@ def still_streams() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = cuda._lazy_init = any_torch.Tensor.record_stream = lambda *args: None
     any_torch.Tensor.pin_memory = lambda tensor, *args: tensor  # host memory, which is not counted
-
-
-def engine_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> dict[str, int]:
-    """This rank's part of what ZeRO's engine holds, by kind, all in fp32.
-
-    Copies of trained weights, also of those in fp32, with the optimizer's moments; gradients; and the buffer of those
-    that are summed over the ranks at once, held all the time, to be safe.
-    """
-    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
-
-    share = 4 * -(-num_trained // world_size)
-    bucket = 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
-    return {OPTIMIZER_STATE: (1 + MOMENTS[values["optimizer"]]) * share, GRADIENTS: share, WORKSPACE: bucket}

@@ -21,7 +21,7 @@ from train.extras.host_memory import free_host_bytes
 from train.extras.longest import longest_of
 from train.extras.oom import parse_oom
 from train.figures import gib
-from train.memory import Options
+from train.memory import Options, is_known
 from train.memory.devices import find_device, this_device
 from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
@@ -41,8 +41,7 @@ class MemorySession:
         self._own, self._device = run.config.of(Options), run.accelerator.device
         self._asked: Job | None = None
         self.figures: dict[str, int] = {}  # for ``summary.json``
-        # A rank's share of a layer or a sequence is not predicted.
-        self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda", "mps")
+        self._is_predictable = is_known(run.launch) and self._device.type in ("cpu", "cuda", "mps")
         self._predicts = self._is_predictable and run.accelerator.is_main_process and self._own.predict_memory
 
     def _job(self, config: Config, **seen: Any) -> Job:
@@ -71,7 +70,7 @@ class MemorySession:
         if not is_open and not recomputes:
             return config
         if not self._is_predictable:
-            where = str(run.launch) if run.launch.copies > 1 else self._device.type
+            where = self._device.type
             raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
         arithmetic = BatchArithmetic(2, 1, 1) if is_open else arithmetic_of(config, run.launch.dp_size)
         longest = longest_of(self._data.training_batches(run, arithmetic))
@@ -205,8 +204,7 @@ def sharding_of(run: Run) -> str:
     """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
     if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
         return OFFLOAD if run.launch.offloads and run.accelerator.device.type != "cpu" else "fsdp2"
-    stage = getattr(run.accelerator.state.deepspeed_plugin, "zero_stage", 0)
-    return {2: "zero2", 3: "zero3"}.get(stage) or ("ddp" if run.launch.world_size > 1 else "none")
+    return "ddp" if run.launch.world_size > 1 else "none"
 
 
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:

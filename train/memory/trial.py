@@ -28,7 +28,7 @@ from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
-from train.memory.predict import HALF, STAGE, Job, Prediction, Target, random_batch
+from train.memory.predict import HALF, Job, Prediction, Target, random_batch
 from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state
 from train.model import build_model, build_network
@@ -110,11 +110,7 @@ def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
 
 def _known(job: Job) -> tuple[Config, list[str]]:
     """The configuration to predict, and where it is not quite the one that was asked for."""
-    values, notes = job.values, list[str]()
-    if job.sharding in STAGE:  # the model that ZeRO's engine holds; the engine's own update is not run
-        dtype = HALF.get(values["mixed_precision"] or "no", values["dtype"])
-        values = {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
-    config = from_values(values)
+    config, notes = from_values(job.values), list[str]()
     attention = config.architecture.attn_implementation
     if attention not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
@@ -132,17 +128,8 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
     tracker.num_classes = num_classes_of(network, job.num_labels, job.vocab_size)
     tag_held(tracker, network, optimizer.optimizer)
     tag_gradients(tracker, network.parameters())
-    # What ZeRO's engine, DDP's reducer and cuBLAS hold goes through no fake tensor.
-    trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
-    if job.sharding in STAGE:
-        held = ranks.engine_bytes(job.values, num_trained, job.world_size)
-        if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
-            held[GRADIENTS] -= -(-num_trained // job.world_size) * next(network.parameters()).element_size()
-        for kind, num_bytes in held.items():
-            tracker.hold(num_bytes, kind)
-        if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    # What DDP's reducer and cuBLAS hold goes through no fake tensor.
+    trained = [p for p in network.parameters() if p.requires_grad]
     if job.sharding == "ddp":
         tracker.hold(sum(p.numel() * p.element_size() for p in trained), GRADIENTS)
     if job.target.device_type == "cuda":
@@ -151,7 +138,7 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
     # The first update makes the optimizer's state, so the peak is the same only from the second step on.
     tracker.mark("optimizer")
     make_optimizer_state(run, network, optimizer)
-    if job.accumulates and job.sharding != "zero2":  # the gradients of earlier micro-batches
+    if job.accumulates:  # the gradients of earlier micro-batches
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
     tag_held(tracker, network, optimizer.optimizer)
