@@ -182,6 +182,16 @@ def test_an_evaluation_that_a_remedy_leaves_alone_is_not_its_saving() -> None:
     assert "--eval_batch_size 1" not in [flags for flags, _, _ in cheaper(step())]
 
 
+def test_a_remedy_changes_nothing_else() -> None:
+    """The model is built for 8,192 tokens of which no text has more than 1,024, and 3 examples are evaluated at once."""
+    job = replace(step(eval_batch_size=64, max_length=8192), eval_batch_size=3)
+    changed = {flags: other for flags, _, other in cheaper(job)}
+    lengths = {flags: (other.values["max_length"], other.length) for flags, other in changed.items()}
+    assert lengths.pop("--max_length 512") == (512, 512)
+    assert set(lengths.values()) == {(8192, 1024)} and len(lengths) == 6
+    assert {other.eval_batch_size for other in changed.values()} == {3}
+
+
 def test_what_is_in_use_or_cannot_work_is_not_offered() -> None:
     def offered(job: Job) -> set[str]:
         return {flags.split()[0].removeprefix("--") for flags, _, _ in cheaper(job)}

@@ -179,12 +179,12 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     found = []
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
         value = {MICRO_BATCH: smaller, MAX_LENGTH: job.length // 2}.get(remedy, remedy.value)
-        values = {**job.values, "micro_batch_size": job.micro_batch_size, "max_length": job.length, remedy.name: value}
+        values = {**job.values, "micro_batch_size": job.micro_batch_size, remedy.name: value}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
-        size, length = values["micro_batch_size"], values["max_length"]
+        size, length = values["micro_batch_size"], value if remedy is MAX_LENGTH else job.length
         accumulates = job.accumulates or size < job.micro_batch_size
-        evaluated = job.eval_batch_size and (values["eval_batch_size"] or size)
+        evaluated = job.eval_batch_size and min(job.eval_batch_size, values["eval_batch_size"] or size)
         sizes = {"micro_batch_size": size, "length": length, "eval_batch_size": evaluated}
         changed = replace(job, values=values, accumulates=accumulates, **sizes)
         by_tokens = remedy is MICRO_BATCH and tokens
