@@ -183,7 +183,7 @@ def test_an_evaluation_that_a_remedy_leaves_alone_is_not_its_saving() -> None:
 
 
 def test_a_remedy_changes_nothing_else() -> None:
-    """The model is built for 8,192 tokens of which no text has more than 1,024, and 3 examples are evaluated at once."""
+    """The model takes 8,192 tokens, of which no text has more than 1,024; 3 examples are evaluated at once."""
     job = replace(step(eval_batch_size=64, max_length=8192), eval_batch_size=3)
     changed = {flags: other for flags, _, other in cheaper(job)}
     lengths = {flags: (other.values["max_length"], other.length) for flags, other in changed.items()}
