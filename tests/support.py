@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,24 @@ def evaluation_batches(examples: Any, loading: Loading, size: int, world: int = 
         config=Config().changed(micro_batch_size=size), launch=Launch(world, rank), outputs=outputs
     )
     return list(data.evaluation_batches(run, examples))
+
+
+def causal_data(config: Config, validation: list[int], train: list[int] = [1], test: list[int] | None = None) -> Any:  # noqa: B006
+    """Prepared data of causal_lm whose examples have these lengths."""
+    from datasets import Dataset
+
+    from train.batching import Loading
+    from train.data import PreparedData
+    from train.records import Examples
+    from train.tasks import load_task
+
+    def split(lengths: list[int]) -> Dataset:
+        return Dataset.from_dict({"tokens": [[3] * (n + 1) for n in lengths], "length": lengths})
+
+    unused: Any = None
+    task = load_task("causal_lm")(config)
+    examples = Examples(split(train), split(validation), None if test is None else split(test))
+    return PreparedData(task, unused, unused, examples, Loading(partial(task.collate, pad_id=0)))
 
 
 class Driver:

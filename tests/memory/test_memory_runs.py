@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from support import Run, run_for
+from support import Run, causal_data, run_for
 
+from train.figures import gib
 from train.launch import Launch
 
 MESSAGE = (
@@ -128,13 +130,11 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(
     batch = MicroBatch({"input_ids": ids}, ids, 14, (0, 1), 14)
     before = {k: v.clone() for k, v in network.state_dict().items()}
     evaluated: list[MicroBatch] = []
-    data = SimpleNamespace(
-        examples=SimpleNamespace(validation=None), evaluation_batches=lambda run, examples: iter([batch])
-    )
     monkeypatch.setattr("train.memory.session.score", lambda run, parts, batch: evaluated.append(batch))
+    data = causal_data(run.config, validation=[4, 5])
     parts: Any = SimpleNamespace(model=model, optimizer=prepared, engine=engine, data=data)
     rehearse(run, parts, [batch])
-    assert evaluated == [batch]
+    assert [shown.shape for shown in evaluated] == [(1, 5)]
     after = network.state_dict()
     for name, value in before.items():
         assert torch.equal(bits(value), bits(after[name])), name
@@ -176,6 +176,26 @@ def test_the_evaluation_that_is_predicted_is_the_one_that_is_made(
     assert done.returncode == 0, done.stderr
     summary = summary_of(tmp_path / "run")
     assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+
+
+def test_a_test_split_of_longer_texts_is_predicted_and_rehearsed(
+    llama_recipe: Path, run_main: Run, tmp_path: Path
+) -> None:
+    """It is evaluated at the end; auto leaves room for it, too."""
+    for name, count, words in (("train", 8, 20), ("validation", 4, 5), ("test", 64, 120)):
+        rows = [{"text": f"{'ab ' * words}{number}"} for number in range(count)]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--predict_memory", True, "--dataset", tmp_path / "data", "--max_length", 512, "--eval_batch_size", 64]
+    flags += ["--max_steps", 2, "--num_epochs", None, "--micro_batch_size", "auto"]
+    done = run_main("--config", llama_recipe, *flags, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+    assert f"peaks at {gib(summary['peak_allocated_bytes'])}, predicted" in done.stdout
+    flags += ["--memory_budget_gib", summary["peak_allocated_bytes"] / 2**31]
+    done = run_main("--config", llama_recipe, *flags, "--output_dir", tmp_path / "other")
+    assert done.returncode == 1 and "is predicted to need" in done.stderr
 
 
 def test_logits_are_told_by_the_vocabulary_of_the_model(llama_recipe: Path, run_main: Run, tmp_path: Path) -> None:
@@ -231,34 +251,24 @@ class NextToACard:
         **values: Any,
     ) -> None:
         import torch
-        from datasets import Dataset
 
         from train.config import from_values
         from train.memory import session
         from train.memory.devices import find_device
-        from train.records import MicroBatch
-        from train.tasks import load_task
 
         monkeypatch.setattr(session, "this_device", lambda: find_device("l4"))
         monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 22 * 2**30))
-        ids = torch.zeros(2, 64, dtype=torch.long)
-        longest = MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128)
-        monkeypatch.setattr(session, "longest_of", lambda batches: longest)
-        held_out = Dataset.from_dict({"length": [32] * 99 + [48]})
-        data: Any = SimpleNamespace(
-            tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
-            examples=SimpleNamespace(label_names=(), validation=held_out, test=None),
-            training_batches=lambda run, arithmetic: None,
-        )
-        data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
+        marks = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+        tokenizer: Any = type("Tokenizer", (), {**marks, "__len__": lambda tokenizer: 300})()
         config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
-        data.task = load_task("causal_lm")(config)
+        data = replace(causal_data(config, [32] * 99 + [48], train=[64] * 300), tokenizer=tokenizer)
         self.run = run_for(config, launch=launch)
         monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device(device, 0))
         self.jobs: list[Any] = []
         predictor: Any = SimpleNamespace(predict=self.predict)
-        self.session = session.MemorySession(self.run, data, predictor)
+        loaded = self.run.extras.by_name["long_sequences"].change_data(self.run, data)
+        self.session = session.MemorySession(self.run, loaded, predictor)
 
     def predict(self, job: Any) -> Any:
         self.jobs.append(job)
@@ -343,7 +353,7 @@ def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(UsageError, match="for deepspeed: choose micro_batch_size and gradient_checkpointing"):
             Extra.check(config, launch)
     found = NextToACard(monkeypatch, 2**40, launch=launch)
-    found.session.ask(None)  # pyright: ignore[reportArgumentType]
+    found.session.ask()
     assert not found.jobs and found.session._asked is None
 
 

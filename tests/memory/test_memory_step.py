@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_for
+from support import causal_data, run_for
 from test_one_step import CLIPPING, ERROR, BrokenStepError, broken, global_batches
 from test_step import TinyModel, batch
 
@@ -26,8 +26,8 @@ def test_a_broken_step_is_noticed_by_the_rehearsal() -> None:
     network, [[example, *_], _] = TinyModel(), global_batches()
     model, optimizer = run.accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
     marks: list[str] = []
-    data = SimpleNamespace(examples=SimpleNamespace(validation=[]), evaluation_batches=lambda run, examples: iter([]))
     engine = Engine(run.accelerator, run.config, marks.append)
+    data = causal_data(run.config, validation=[2])
     parts: Any = SimpleNamespace(model=model, optimizer=optimizer, engine=engine, data=data)
     rehearse(run, parts, [batch([example])])
     assert marks == PHASES

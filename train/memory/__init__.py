@@ -67,7 +67,7 @@ class Extra(extras.Extra):
         return self._session.settle(config)
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        self._session.ask(batches)
+        self._session.ask()
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.small_copy import TRIED_PARAMETERS, obstacle_to_batches, obstacle_to_task

@@ -13,7 +13,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from train.batching import Batches, arithmetic_of
+from train.batching import arithmetic_of
 from train.config import Config
 from train.data import PreparedData
 from train.evaluation import reshard, score
@@ -28,7 +28,7 @@ from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
-from train.records import BatchArithmetic, MicroBatch, Parts, Run, UserError, column
+from train.records import MicroBatch, Parts, Run, UserError, column
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
@@ -44,19 +44,30 @@ class MemorySession:
         self._is_predictable = is_known(run.launch) and self._device.type in ("cpu", "cuda", "mps")
         self._predicts = self._is_predictable and run.accelerator.is_main_process and self._own.predict_memory
 
-    def _job(self, config: Config, **seen: Any) -> Job:
-        """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
-        run, tokenizer = self._run, self._data.tokenizer
-        num_labels = len(self._data.examples.label_names)
+    def _job(self, config: Config) -> Job:
+        """The step of ``config`` with the longest examples of this run's data, and the evaluation of the longest."""
+        run, data, tokenizer = replace(self._run, config=config), self._data, self._data.tokenizer
+        arithmetic = arithmetic_of(config, run.launch.dp_size)
+        longest, evaluated = longest_of(data.training_batches(run, arithmetic)), _evaluated(run, data)
+        documents, (size, length) = longest.inputs.get("documents"), longest.shape
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
+        num_labels = len(data.examples.label_names)
         job = job_of(config, target_of(device), len(tokenizer), num_labels, world_size=run.launch.world_size)
-        ids = (tokenizer.bos_token_id, *(self._data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
+        ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         return replace(
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},
             special_tokens=tuple(i if isinstance(i, int) else None for i in ids),
             sharding=sharding_of(run),
-            **seen,
+            micro_batch_size=size,
+            length=length,
+            accumulates=arithmetic.accumulation_steps > 1,
+            padded="attention_mask" in longest.inputs,
+            num_targets=longest.num_targets or None,
+            input_names=tuple(n for n in longest.inputs if n not in ("attention_mask", "position_ids", "documents")),
+            documents=documents.lengths if documents is not None else (),
+            eval_batch_size=evaluated.shape[0],
+            eval_length=evaluated.shape[1],
         )
 
     def settle(self, config: Config) -> Config:
@@ -72,31 +83,22 @@ class MemorySession:
         if not self._is_predictable:
             where = self._device.type
             raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
-        arithmetic = BatchArithmetic(2, 1, 1) if is_open else arithmetic_of(config, run.launch.dp_size)
-        longest = longest_of(self._data.training_batches(run, arithmetic))
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
-            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried, longest))
+            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
         if is_open:
             sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
-            named = [(f"{n} × {longest.shape[1]:,} tokens", {"micro_batch_size": n}) for n in sizes]
-            config = config.changed(**self._chosen("micro_batch_size", named, config, longest))
+            length = column(self._data.examples.train, "length").max()
+            named = [(f"{n} × {length:,} tokens", {"micro_batch_size": n}) for n in sizes]
+            config = config.changed(**self._chosen("micro_batch_size", named, config))
         return config
 
-    def _chosen(self, name: str, ways: list[Any], config: Config, longest: MicroBatch) -> dict[str, Any]:
-        """The flags for what is left to auto under ``name``, the same on every rank, for the ``longest`` examples."""
-        splits = [split for split in (self._data.examples.validation, self._data.examples.test) if split is not None]
-        evaluated = max(int(column(split, "length").max(initial=1)) for split in splits)
-        evaluated = config.data.max_length if "documents" in longest.inputs else evaluated
+    def _chosen(self, name: str, ways: list[Any], config: Config) -> dict[str, Any]:
+        """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            job = self._job(config.changed(max_length=longest.shape[1], **changes), eval_length=evaluated)
-            most = max(1, -(-len(splits[0]) // job.world_size))  # all that a rank evaluates
-            padded = "attention_mask" in longest.inputs and job.micro_batch_size > 1
-            values = {**job.values, "max_length": config.data.max_length}  # which a table of positions may depend on
-            job = replace(job, values=values, padded=padded, eval_batch_size=min(job.eval_batch_size or 1, most))
-            found = self._predictor.predict(job)
+            found = self._predictor.predict(job := self._job(config.changed(**changes)))
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
                 raise UserError(f"{name}: auto: what is offloaded would take {where}.")
@@ -114,36 +116,20 @@ class MemorySession:
 
         return self._run.outputs.from_main(choose_here)
 
-    def ask(self, batches: Batches) -> None:
+    def ask(self) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""
-        longest = self._longest = longest_of(batches)
-        if not self._is_predictable:
-            return
-        size, length = longest.shape
-        in_this_process = replace(self._data, loading=replace(self._data.loading, num_workers=0, deliver=None))
-        evaluated = next(in_this_process.evaluation_batches(self._run, self._data.examples.validation), None)
-        documents = longest.inputs.get("documents")
-        self._asked = self._job(
-            self._run.config,
-            micro_batch_size=size,
-            length=length,
-            accumulates=arithmetic_of(self._run.config, self._run.launch.dp_size).accumulation_steps > 1,
-            padded="attention_mask" in longest.inputs,
-            num_targets=longest.num_targets or None,
-            input_names=tuple(n for n in longest.inputs if n not in ("attention_mask", "position_ids", "documents")),
-            documents=documents.lengths if documents is not None else (),
-            eval_batch_size=evaluated.shape[0] if evaluated else size,
-            eval_length=evaluated and evaluated.shape[1],
-        )
-        if self._predicts:
+        if self._is_predictable:
+            self._asked = self._job(self._run.config)
+        if self._asked and self._predicts:
             self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
-            rehearse(run, parts, [self._longest] * (2 if parts.batches.arithmetic.accumulation_steps > 1 else 1))
-            size, length = self._longest.shape
+            longest = longest_of(parts.batches)
+            rehearse(run, parts, [longest] * (2 if parts.batches.arithmetic.accumulation_steps > 1 else 1))
+            size, length = longest.shape
             meter: Any = run.extras.by_name["meter"]
             meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
             peak = f"peaks at {gib(figures['peak_allocated_bytes'])}" if meter.meter is not None else "is not measured"
@@ -207,6 +193,18 @@ def sharding_of(run: Run) -> str:
     return "ddp" if run.launch.world_size > 1 else "none"
 
 
+def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
+    """This rank's batch of the longest examples of validation or test, whichever is larger; this process loads it."""
+    data = replace(data, loading=replace(data.loading, num_workers=0, deliver=None))
+    first_rank = replace(run, launch=replace(run.launch, rank=0))  # so that all ranks choose the same split
+
+    def positions(split: Any) -> int:
+        return math.prod(next(data.evaluation_batches(first_rank, split)).shape)
+
+    splits = [split for split in (data.examples.validation, data.examples.test) if split is not None]
+    return next(data.evaluation_batches(run, max(splits, key=positions)))
+
+
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
     """Makes one whole step of ``micro_batches``, and evaluates a batch; afterwards everything is as it was.
 
@@ -223,12 +221,10 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
             micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
         with run.extras.inside("computing", "forward", micro_batches, 0):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
-        evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
-        if evaluated is not None:
-            parts.model.eval()
-            score(run, parts, evaluated)
-            reshard(parts.model)
-            parts.model.train()
+        parts.model.eval()
+        score(run, parts, _evaluated(run, parts.data))
+        reshard(parts.model)
+        parts.model.train()
 
 
 def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
