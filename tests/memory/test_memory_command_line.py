@@ -115,6 +115,8 @@ BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layer
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 ENCODER = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
            "num_attention_heads": 2, "is_decoder": False}  # fmt: skip
+CONVBERT = {"model_type": "convbert", "hidden_size": 32, "embedding_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,18 @@ def test_a_model_that_training_refuses_is_not_planned(
         assert main([*words[:1], "--device", "l4", *flags, *words[1:]]) == 2
         out, error = capsys.readouterr()
         assert error.splitlines()[-1] == told and "predicting" not in error and not out
+
+
+def test_a_model_that_must_not_be_padded_is_planned_with_single_examples(
+    recipe: Path, run_main: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", str(recipe), "--task", "masked_lm", "--model_config", json.dumps(CONVBERT)]
+    more = ["--micro_batch_size", "2", "--output_dir", str(recipe.parent / "out")]
+    assert "padding changes its results. Give --micro_batch_size 1" in run_main(*flags, *more).stderr
+    assert main(["plan", "--device", "l4", *flags, "--micro_batch_size", "auto"]) == 0
+    planned = capsys.readouterr().out
+    assert "\n  micro-batch 1, " in planned and "--micro_batch_size 1 --global_batch_size 8" in planned
+    assert "Note: padding changes this model's results" in planned
 
 
 def test_a_model_that_is_not_checked_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,9 +182,8 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     device = find_device(request.device) if request.device else this_device()
     num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
     vocab_size = request.vocab_size or vocabulary_size(config)
-    request.question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
-    request.words, request.open = tuple(words), frozenset(left_open)
-    try_model(request.question)
+    question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
+    request.question, request.words, request.open = try_model(question), tuple(words), frozenset(left_open)
     return request
 
 

@@ -96,6 +96,8 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
     notes = list(outcome.prediction.notes)
     if outcome.job.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask")
+    if not question.pads:
+        notes.append("padding changes this model's results, so each micro-batch is one example")
     if question.device.kind == "cpu":
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed and not question.on_cpu:

@@ -112,7 +112,8 @@ class Search:
     def __init__(self, question: Question, predictions: Predictions) -> None:
         self.question, self._predictions, self._losses = question, predictions, question.losses
         per_rank = question.global_batch_size // question.world_size
-        self._sizes = [per_rank] if question.config.get("optimizer_in_backward") else divisors(per_rank)
+        sizes = [per_rank] if question.config.get("optimizer_in_backward") else divisors(per_rank)
+        self._sizes = sizes if question.pads else [1]
         self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:

@@ -162,6 +162,7 @@ class Question:
     num_labels: int = 0
     world_size: int = 1
     sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
+    pads: bool = True  # False: padding would change the model's results, so each micro-batch is one example
 
     @property
     def on_cpu(self) -> bool:

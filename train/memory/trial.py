@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from train.memory.session import make_optimizer_state
 from train.model import build_model, build_network
 from train.optim import build_optimizer, parameter_counts, parameter_groups
 from train.outputs import Outputs
-from train.records import Run
+from train.records import Run, UsageError
 from train.step import Engine
 from train.tasks import load_task
 
@@ -183,17 +183,26 @@ def run_of(job: Job, config: Config) -> Run:
     return Run(config.changed(max_length=longest), launch, accelerator, extras.join(), outputs, [], is_planned=True)
 
 
-def try_model(question: Question) -> None:
-    """Raises UsageError where a run would refuse the model by a small copy's numbers, which no prediction has."""
+def try_model(question: Question) -> Question:
+    """``question``, of single examples where padding changes the model's results, by a small copy's numbers.
+
+    Raises UsageError where a run would refuse the model by these, which no prediction has.
+    """
     if question.config.architecture.is_function:
-        return  # whose weights would all have to be made
+        return question  # whose weights would all have to be made
     length = question.config.data.max_length
     config = replace_length(question, min(length, position_limit(question.config) or length)).config
     job = job_of(config, Target("cpu"), question.vocab_size, question.num_labels, question.world_size)
     run, task = replace(run_of(job, config), is_planned=False), load_task(job.task)
     with torch.device("meta"):
         network = build_network(run, task, *job.tokenizer_and_labels, has_weights=False)
-    run.extras.each("check_model", run, network, task, (job.vocab_size, job.num_labels))
+    run.extras.each("check_model", run, network, task, sizes := (job.vocab_size, job.num_labels))
+    run.config = config.changed(micro_batch_size=2)
+    with suppress(UsageError):
+        if not task.is_causal:  # whose tokens see none that follow
+            run.extras.each("check_model", run, network, task, sizes)
+        return question
+    return replace(question, pads=False)
 
 
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
