@@ -441,7 +441,10 @@ def test_post_mortem_is_compact(wording: str) -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_post_mortem_puts_first_what_needs_no_other_settings() -> None:
+def test_post_mortem_puts_first_what_needs_no_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run does by itself
+    assert "\nFirst: " not in post_mortem(IN_A_CONTAINER, SITUATION)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     assert "\nFirst: PYTORCH_ALLOC_CONF=expandable_segments:True" in post_mortem(IN_A_CONTAINER, SITUATION)
     assert "\nFirst: nvidia-smi" in post_mortem(BESIDE_TWO_OTHERS, SITUATION)
     assert "\nFirst: " not in post_mortem(SIMPLY_FULL, SITUATION)

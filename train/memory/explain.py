@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from train.extras.oom import OutOfMemory, parse_oom, squeezed
 from train.figures import gib
-from train.memory import ladder
+from train.memory import ladder, uses_expandable_segments
 from train.records import UsageError
 
 _WIDTH = 100
@@ -190,7 +190,8 @@ def post_mortem(message: str, situation: Situation) -> str:
         lines += account
         if cause == "weights":
             situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith("--optimizer")])
-        if cause in ("weights", "others", "fragmentation", "refused"):
+        is_done = cause == "fragmentation" and uses_expandable_segments()
+        if cause in ("weights", "others", "fragmentation", "refused") and not is_done:
             lines += _wrapped("First: ", "{}  ({})".format(*_WHAT_TO_DO[cause][0]))
     return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else 0)])
 
