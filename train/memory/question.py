@@ -21,7 +21,6 @@ BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
-CHECKPOINTING = (Recompute(), Recompute("selective", 2), Recompute("selective"), Recompute("full"))  # on any device
 PRECISIONS = ("no", "tf32", "fp16", "bf16")
 
 
@@ -213,10 +212,10 @@ class Question:
     @property
     def stages(self) -> list[tuple[tuple[Recompute, ...], tuple[str, ...]]]:
         """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
-        ways = resorts = (Recompute(),)  # without the extra activations there is but one
-        if "gradient_checkpointing" in to_values(self.config):
-            last_ones = [w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp]
-            ways, resorts = CHECKPOINTING, tuple(last_ones)
+        # Without the extra activations there is but one way.
+        ladder = ladder_on(self.device.kind) if "gradient_checkpointing" in to_values(self.config) else (Recompute(),)
+        ways = tuple(way for way in ladder if not (way.gradient_checkpointing_offload or way.tiled_mlp))
+        resorts = ladder[len(ways) :] or ways
         found = [(ways, self.shardings), (resorts, self.shardings[-1:])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
             found += [(ways, (OFFLOAD,)), (resorts, (OFFLOAD,))]
