@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -205,16 +206,16 @@ def test_an_amd_card_is_planned_with_its_own_memory_and_no_number_of_nvidias(mon
     assert target_of(found).flops_per_second["bf16"] == 1307.4e12
 
 
-def test_cpu_is_this_machine() -> None:
-    device = find_device("CPU")
-    assert device.name == "cpu"
-    assert device.total_bytes > GIB and device.context_bytes == 0
-    assert device.compute_capability is None
+def test_cpu_is_what_is_free_of_this_machine_or_of_its_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB, total=16 * GIB))
+    for limits, free in (([], 8), ([3 * GIB, 12 * GIB], 3)):
+        monkeypatch.setattr("train.extras.host_memory._left_in_groups", lambda root, limits=limits: limits)
+        assert find_device("CPU") == Device("cpu", free * GIB)
 
 
 def test_this_device_is_the_cpu_where_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert this_device() == find_device("cpu")
+    assert this_device().name == "cpu"
 
 
 @pytest.mark.parametrize(

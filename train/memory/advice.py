@@ -99,7 +99,7 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
     if not question.pads:
         notes.append("padding changes this model's results, so each micro-batch is one example")
     if question.device.kind == "cpu":
-        notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
+        notes.append("room is what is free of this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed and not question.on_cpu:
         notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by rates of {STAND_IN}")
     if question.world_size > 1:

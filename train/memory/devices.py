@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import psutil  # comes with accelerate
-
 from train.extras.meter.cards import CARDS, find_card
 from train.records import UsageError
 
@@ -42,8 +40,9 @@ def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
     Also the name that torch gives a card. A size is taken as the memory that is reported (GiB: 2^30 bytes, GB: 10^9),
-    on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to take at most. ``cpu`` and
-    ``mps`` are this machine's. The start of a name is enough where no other begins so. Raises UsageError for any other.
+    on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to take at most. ``cpu`` is
+    what this machine, or this process's control group, has free; ``mps`` is this machine's. The start of a name is
+    enough where no other begins so. Raises UsageError for any other.
     """
     given = text.strip().lower()
     if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", given):
@@ -55,7 +54,9 @@ def find_device(text: str) -> Device:
             raise UsageError(f"device {name!r}: a CUDA context alone takes that. Give a whole card's memory, as 24GiB.")
         return Device(name, total_bytes, _context_bytes())
     if given == "cpu":
-        return Device(name="cpu", total_bytes=psutil.virtual_memory().total)
+        from train.extras.host_memory import free_host_bytes  # here: --help does not wait for torch
+
+        return Device(name="cpu", total_bytes=free_host_bytes())
     if given.startswith("mps"):
         import torch
 
