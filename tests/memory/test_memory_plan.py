@@ -425,12 +425,19 @@ def test_largest_fitting_is_exact_whatever_the_curve(power: float, room: int) ->
 
 def test_each_job_is_predicted_once() -> None:
     predictor, announced = Synthetic(), list[int]()
-    predictions = Predictions(predictor, lambda number, job: announced.append(number))
+    predictions = Predictions(predictor, lambda number, step: announced.append(number))
     asked = question()
     jobs = [asked.job(bf16_setting(size, "none", "full")) for size in (1, 2, 4, 8)]
-    found = [predictions.of(job).peak_bytes for job in [*jobs, jobs[0]]]
+    found = [predictions.of(job, "loss full").peak_bytes for job in [*jobs, jobs[0]]]
     assert found == [Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]]
     assert len(predictor.jobs) == len(predictions.known) == 4 and announced == [1, 2, 3, 4]
+
+
+def test_each_line_of_progress_says_what_is_tried() -> None:
+    said = list[str]()
+    make_plan(question(24, world_size=2), Predictions(Synthetic(), lambda number, step: said.append(step)))
+    assert said[0] == "1 × 8,192 tokens, checkpointing none, precision bf16, loss chunked, ddp"
+    assert len(set(said)) == len(said) > 5
 
 
 # ---- from configuration and device to job ----------------------------------------------------------------------------

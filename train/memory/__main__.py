@@ -36,7 +36,7 @@ from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
-from train.memory.predict import Job, Predictor
+from train.memory.predict import Predictor
 from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
 from train.records import EXIT_DONE, UsageError, UserError
 
@@ -212,9 +212,9 @@ def _own_flags(command: str) -> Parser:
     return parser
 
 
-def announce(number: int, job: Job) -> None:
+def announce(number: int, step: str) -> None:
     """A line of progress: a prediction takes seconds."""
-    print(f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens", file=sys.stderr)
+    print(f"predicting ({number}): {step}", file=sys.stderr)
 
 
 def show(request: Namespace, text: str, values: dict[str, Any]) -> None:

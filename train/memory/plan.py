@@ -27,15 +27,15 @@ LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 class Predictions:
     """Predictions by job, each made once."""
 
-    def __init__(self, predictor: Predictor, announce: Callable[[int, Job], None] = lambda number, job: None) -> None:
+    def __init__(self, predictor: Predictor, announce: Callable[[int, str], None] = lambda number, step: None) -> None:
         self._predictor, self._announce = predictor, announce
         self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
-    def of(self, job: Job) -> Prediction:
-        """The prediction of ``job``; raises UserError if there is none."""
+    def of(self, job: Job, techniques: str) -> Prediction:
+        """The prediction of ``job``, announced with its ``techniques``; raises UserError if there is none."""
         key = json.dumps(asdict(job), sort_keys=True)
         if key not in self.known:
-            self._announce(len(self.known) + 1, job)
+            self._announce(len(self.known) + 1, f"{job.micro_batch_size} × {job.length:,} tokens, {techniques}")
             try:
                 self.known[key] = self._predictor.predict(job)
             except UserError as error:
@@ -68,7 +68,7 @@ class Outcome:
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
-    prediction = predictions.of(job := question.job(setting))
+    prediction = predictions.of(job := question.job(setting), setting.techniques)
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
