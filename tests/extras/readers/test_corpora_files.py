@@ -629,7 +629,7 @@ def test_a_line_that_is_cut_off_and_a_column_that_no_record_has(tmp_path: Path) 
     assert "not JSON (Unterminated string starting at column 10 (char 9))" in message(tmp_path / "cut.jsonl")
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
     said = message(tmp_path / "other.jsonl")
-    assert "no column 'text'; the columns are body." in said and said.endswith("So are all 2 records.")
+    assert "no column 'text'; the columns are body." in said and said.endswith("The same holds for all 2 records.")
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "~no.such.user/x"])

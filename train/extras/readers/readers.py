@@ -71,7 +71,8 @@ def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: 
         found = [f"{source}: {problem}" for source, problem in problems if (problem == EMPTY) == (noun == EMPTY)]
         if found and getattr(data, flag) == "error":
             remedy = f"Correct it, or leave such records out with --{flag} skip"
-            raise UserError(f"{found[0]}. {remedy if len(found) < count else f'So are all {count:,} records'}.")
+            remedy = remedy if len(found) < count else f"The same holds for all {several(count, 'record')}"
+            raise UserError(f"{found[0]}. {remedy}.")
         if found:
             notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")
     if len(problems) == count:
