@@ -120,8 +120,8 @@ class MemorySession:
         """Has the step with the longest micro-batch predicted while the model is built."""
         if self._is_predictable:
             self._asked = self._job(self._run.config)
-        if self._asked and self._predicts:
-            self._predictor.ask(self._asked)
+            if self._predicts:
+                self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
