@@ -282,7 +282,7 @@ class Listener(Extra):
         self.depth = 0
 
     @contextmanager
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[None]:
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> Iterator[None]:
         self.heard.append((phase, [batch.example_ids for batch in micro_batches]))
         self.depth += 1
         yield

@@ -43,7 +43,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
 @torch.no_grad()  # not inference_mode: what a model caches in it cannot be trained with afterwards
 def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
     """(example, loss sum, targets, correct, prediction, reference) of each example of a batch."""
-    with run.extras.inside("computing", "evaluation", [batch], 0), parts.engine.share(batch) as part:
+    with run.extras.inside("computing", "evaluation", [batch]), parts.engine.share(batch) as part:
         part = part.to(run.accelerator.device)
         scores: Any = parts.model(part.inputs, part.labels, scored=True)
         targets = part.labels != IGNORE

@@ -154,7 +154,7 @@ class Extra:
     def starting(self, run: Run, parts: Parts) -> None:
         """The first step of this process comes next."""
 
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int) -> AbstractContextManager[None]:
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         """Surrounds optimizer step ``step``, which begins with the phase forward, or the evaluation of a micro-batch.
 
         ``step`` counts from 1; 0: an evaluation, or a rehearsal.

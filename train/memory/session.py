@@ -219,7 +219,7 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
             labels = micro_batches[0].labels.clone()
             labels.view(-1)[0] = 0
             micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
-        with run.extras.inside("computing", "forward", micro_batches, 0):
+        with run.extras.inside("computing", "forward", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         parts.model.eval()
         score(run, parts, _evaluated(run, parts.data))

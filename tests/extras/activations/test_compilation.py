@@ -77,7 +77,7 @@ BREAKS = {"packing": True}, {"tiled_mlp": True}, {"packing": True, "gradient_che
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("breaks", BREAKS, ids=["packed", "tiled", "offloaded"])
-def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks: dict[str, bool]) -> None:
+def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks: dict[str, Any]) -> None:
     """Attention within documents and tiles are left out; torch would leave out all of a checkpoint around them."""
     plain, compiled = (built(LLAMA, gradient_checkpointing=kind, **breaks) for _ in range(2))
     compile_layers(compiled, compiler := counting())

@@ -116,7 +116,7 @@ def test_other_ranks_than_the_first_say_it_themselves(capsys: pytest.CaptureFixt
 
 def test_an_overflow_of_fp16_is_told_as_such_with_the_scale_that_runs_start_with() -> None:
     run, extra, scale = run_with(), Extra(), 2.0**16
-    run.outputs.record = lambda *given: None
+    run.outputs.record = Mock()
     for step in range(1, 26):
         scale /= 2
         run.accelerator.scaler = cast("Any", SimpleNamespace(get_scale=partial(float, scale)))

@@ -275,7 +275,7 @@ def test_figures_are_plain_and_complete(training: Training):
     assert set(summary) == {*figures, "peak_resident_bytes"}
     assert summary["peak_resident_bytes"] > 100 * 2**20  # torch alone
     highest = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert highest and summary["peak_resident_bytes"] == pytest.approx(1024 * int(highest[1]), rel=5e-4)
+    assert highest and summary["peak_resident_bytes"] == pytest.approx(1024 * int(highest[1]), rel=5e-3)
     assert all(type(size) is int for size in (*summary["bytes_by_kind"].values(), summary["peak_allocated_bytes"]))
 
 

@@ -69,11 +69,10 @@ class Extra(extras.Extra):
 
             self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
 
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int) -> AbstractContextManager[None]:
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         if step and self._noise is not None:
             self._noise.begin(micro_batches)
-        is_due = self._health is not None and self._health.is_due(step)
-        return self._health.measuring(step) if is_due else nullcontext()
+        return self._health.measuring(step) if self._health and self._health.is_due(step) else nullcontext()
 
     def mark(self, phase: str) -> None:
         if phase == "clip" and self._health is not None:  # the gradient is whole, and still has its loss scale
