@@ -141,6 +141,7 @@ def test_goes_back_over_a_change_that_was_allowed(tmp_path: Path) -> None:
 
 def test_going_back_needs_checkpoints(tmp_path: Path) -> None:
     its = ("--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--max_rollbacks", 1)
+    its = (*its, "--save_every_steps", "None")
     [end] = run(its, tmp_path / "logs")
     assert end.status == EXIT_USAGE
     assert "max_rollbacks: 1 needs save_every_steps" in end.said
