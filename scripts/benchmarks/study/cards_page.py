@@ -26,7 +26,8 @@ COLOURS = ("#d9f0a3", "#78c679", "#41b6c4", "#2c7fb8", "#253494", "#081d58")
 TOO_LARGE = "#eeeeee"
 NOTE = (
     "Colour: the smallest card on which a micro-batch fits; figures: GiB that torch reserves, with the kernels of an "
-    "A100 (for a T4 the step is predicted in fp16 with its own). Predicted, not measured."
+    "A100 (for a T4 the step is predicted in fp16 with its own), where a step accumulates several micro-batches: "
+    "gradients stay during the next. Predicted, not measured."
 )
 
 
