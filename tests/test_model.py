@@ -22,6 +22,7 @@ from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
 from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, UserError
+from train.state import TrainingState
 from train.tasks import Task, load_task
 
 BYTES = tokenizer_of("bytes")
@@ -106,6 +107,9 @@ def test_no_part_of_a_model_keeps_keys_and_values_for_generation(tmp_path: Path)
     for model in (built(gemma), built(model=f"{tmp_path}/own.py:build")):
         output = model.eval()(input_ids=torch.ones(1, 8, dtype=torch.long))
         assert output.past_key_values is None
+        TrainingState(model, None, {}).save_pretrained(tmp_path / "final", keep=True)
+        saved = json.loads((tmp_path / "final" / "config.json").read_text())
+        assert {**saved, **saved.get("text_config", {})}["use_cache"] is True  # for generation
 
 
 def test_an_assertion_of_a_model_is_told_in_one_line() -> None:
@@ -239,7 +243,7 @@ def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch
     assert (config.id2label, config.label2id) == ({0: "even", 1: "odd"}, {"even": 0, "odd": 1})
     with pytest.raises(UserError, match=r"returned a str; it must return an nn.Module"):
         build("own_models_for_test:words")
-    with pytest.raises(UserError, match=r"stateful': no checkpoint can hold its _extra_state, which is not a tensor"):
+    with pytest.raises(UserError, match=r"stateful': no checkpoint can hold its _extra_state: make it a tensor"):
         build("own_models_for_test:stateful")
     with pytest.raises(UserError, match=r"own_models_for_test:missing.*module:function"):
         build("own_models_for_test:missing")

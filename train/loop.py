@@ -63,8 +63,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             if outcome.skipped:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
 
-            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. What
-            # follows it logs and saves again only where the evaluation has ended the run or found a new best.
+            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
+            # Afterwards it logs and saves again only if the evaluation ended the run or found a new best.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested

@@ -125,7 +125,7 @@ def build_network(
 
 
 def keep_cache(network: nn.Module, is_kept: bool) -> None:
-    """Whether the forward keeps keys and values of all layers: for generation, and in the way of an evaluation."""
+    """Switches the cache of keys and values in every part: generation needs it, an evaluation only fills memory."""
     for module in network.modules():  # the text model of a larger one has a configuration of its own
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig) and hasattr(config, "use_cache"):

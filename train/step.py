@@ -53,7 +53,7 @@ class Engine:
         self.accelerator.backward(loss * scale)
 
     def clip(self, model: nn.Module) -> float:
-        """The norm of the whole gradient before it is clipped: the one moment at which a step waits for the device."""
+        """The norm of the whole gradient before it is clipped: where a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
         bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would make NaN of a norm of inf
         if self._clipped[0] is not model:  # looked up once: in a short step that shows

@@ -346,6 +346,16 @@ def test_a_classifier_keeps_the_numbers_of_its_classes(tmp_path: Path, labels: A
     assert torch.equal(model.get_parameter("classifier.weight"), trained.get_parameter("classifier.weight"))
 
 
+def test_a_task_is_called_as_its_file_unless_it_has_a_name() -> None:
+    class Plain(causal_lm.Task):
+        """In this file."""
+
+    class Named(causal_lm.Task):
+        name = "chat"
+
+    assert (Plain.name, Named.name) == (__name__.rpartition(".")[2], "chat")
+
+
 def test_tasks_are_the_files_of_their_folder() -> None:
     modules = {"causal_lm": causal_lm, "masked_lm": masked_lm, "sequence_classification": sequence_classification}
     assert task_names() == sorted(modules)

@@ -45,6 +45,7 @@ ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" fo
 FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
 FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
 FAMILIAR |= {"max_train_steps": "max_steps", "resume_from_checkpoint": "resume", "use_lora": "adapter lora"}
+FAMILIAR |= {"train_file": "dataset", "use_peft": "adapter lora", "use_liger_kernel": "loss liger"}
 FAMILIAR |= {"validation_file": "validation_dataset", "checkpointing_steps": "save_every_steps"}
 FAMILIAR |= dict.fromkeys(("block_size", "seq_len", "sequence_length", "cutoff_len"), "max_length")
 """Flags of other programs that are spelt too differently to be guessed."""

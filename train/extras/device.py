@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     import torch
 
 
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of types, as a person reads them
+
+
 def device_name(device: torch.device) -> str:
     """The card's name, or CPU."""
     import torch  # here: --help does not wait for it

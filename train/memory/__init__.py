@@ -87,8 +87,8 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         from train.extras.host_memory import is_out_of_memory
 
-        is_known = hasattr(error, "fault") or is_out_of_memory(error)
-        return self._session.explain(error) if self._session is not None and is_known else None
+        is_memory = hasattr(error, "fault") or is_out_of_memory(error)
+        return self._session.explain(error) if self._session is not None and is_memory else None
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary |= self._session.figures

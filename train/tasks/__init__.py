@@ -78,7 +78,7 @@ class Task:
     some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over all but ``IGNORE``.
     """
 
-    name: ClassVar[str]  # that of its file
+    name: ClassVar[str]  # by default that of its file
     auto_class: ClassVar[str]  # of transformers: builds the model for this task
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     headline_metric: ClassVar[str] = "loss"  # what a person reads first
@@ -93,7 +93,8 @@ class Task:
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        cls.name = cls.__module__.rpartition(".")[2]
+        if "name" not in vars(cls):
+            cls.name = cls.__module__.rpartition(".")[2]
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data

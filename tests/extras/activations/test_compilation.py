@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import run_for
 from test_main import train as train_run
 from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from train.extras.activations import compile_layers
+from train.config import Config
+from train.extras.activations import Extra, compile_layers
 from train.extras.long_sequences.documents import Documents
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
@@ -89,6 +91,19 @@ def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     assert compiler.frame_count >= 4
+
+
+def test_checkpointing_that_is_switched_on_in_a_run_leaves_layers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiler = built(LLAMA, packing=True), counting()
+    compile_layers(model, compiler)
+    gradients(model, 12, [[5, 7], [7, 5]])
+    before, name = compiler.frame_count, "train.extras.activations.compile_layers"
+    monkeypatch.setattr(name, lambda model: compile_layers(model, compiler))
+    found = Extra().memory_measure(run_for(Config().changed(compile=True)), ModelWithLoss(model))
+    assert found is not None and found[1]()
+    for length in (20, 31):
+        gradients(model, length, [[5, length - 5], [7, length - 7]])
+    assert compiler.frame_count > before
 
 
 def test_documents_of_other_lengths_compile_nothing_again() -> None:

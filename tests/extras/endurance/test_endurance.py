@@ -72,7 +72,7 @@ def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> No
     with extra.open(config, Launch(), []):
         found = extra.failed(None, OSError(errno.ENOSPC, "No space left on device"))
         named = extra.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
-    start = "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
+    start = "There is no checkpoint yet: the same command starts from scratch. A smaller --save_every_steps helps."
     assert found == f"{tmp_path} cannot be written: No space left on device. {start}"
     assert named == f"/data/metrics.jsonl cannot be written: Read-only file system. {start}"
 
@@ -110,7 +110,7 @@ def test_a_launch_that_cannot_repeat_a_step_is_refused_where_it_is_asked_to(laun
 def test_other_ranks_than_the_first_say_it_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with()
     run.launch = Launch(2, 1)
-    said_by(run)("out of memory in forward")
+    said_by(run, print)("out of memory in forward")
     assert capsys.readouterr() == ("", "rank 1: out of memory in forward\n")
 
 

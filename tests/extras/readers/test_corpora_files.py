@@ -630,6 +630,8 @@ def test_a_line_that_is_cut_off_and_a_column_that_no_record_has(tmp_path: Path) 
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
     said = message(tmp_path / "other.jsonl")
     assert "no column 'text'; the columns are body." in said and said.endswith("The same holds for all 2 records.")
+    (tmp_path / "one.jsonl").write_text('{"body": "a"}\n')
+    assert message(tmp_path / "one.jsonl").endswith("Correct it, or leave such records out with --on_bad_record skip.")
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "~no.such.user/x"])

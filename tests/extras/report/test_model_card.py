@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from train.config import Config, from_values
@@ -79,6 +80,18 @@ def test_a_model_of_ones_own_code_says_how_to_load_it():
     card = model_card(_config(model="my_package.nets:build", model_config=None), CausalLM, {})
     assert "safetensors.torch.load_model" in card and "base_model" not in card
     assert "A causal language model that `my_package.nets:build` builds, trained on `" in card
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [("adapter_config.json", "`PeftModel.from_pretrained(base, "), ("config.json", "CausalLM.from_pretrained(")],
+)
+def test_what_a_function_builds_of_a_library_is_loaded_by_that(tmp_path: Path, written: str, said: str):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / written).write_text("{}")
+    config = _config(model="nets:build", model_config=None, output_dir=str(tmp_path))
+    card = model_card(config, CausalLM, {})
+    assert said in card and "load_model" not in card
 
 
 def test_a_file_of_ones_own_code_is_no_folder_and_is_named_without_its_place(tmp_path: Path):

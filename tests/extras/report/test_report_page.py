@@ -253,8 +253,7 @@ def test_a_long_curve_takes_little_room_and_keeps_its_spike():
 class _Nameless(Task):
     """A task without a title."""
 
-
-_Nameless.name = "my_task"
+    name = "my_task"
 
 
 @pytest.mark.parametrize(("task", "title"), [(CausalLM, "causal language"), (_Nameless, "my task")])

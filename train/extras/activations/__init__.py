@@ -86,6 +86,8 @@ class Extra(extras.Extra):
 
             with suppress(UserError):  # it does not work with this model
                 enable_checkpointing(model.model, "full", offload=own.gradient_checkpointing_offload)
+                if own.compile:
+                    compile_layers(model.model)
                 return True
             return False
 

@@ -49,7 +49,7 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
         raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     for name, value in network.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            raise UserError(f"model {own.name!r}: no checkpoint can hold its {name}, which is not a tensor.")
+            raise UserError(f"model {own.name!r}: no checkpoint can hold its {name}: make it a tensor.")
     config = getattr(network, "config", None)
     known = getattr(config, "num_labels", num_labels)
     if own.is_function and num_labels and known != num_labels:

@@ -127,7 +127,7 @@ class Extra(extras.Extra):
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
-        return replace(data, loading=replace(data.loading, deliver=partial(deliver, said_by(run))))
+        return replace(data, loading=replace(data.loading, deliver=partial(deliver, said_by(run, run.outputs.note))))
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
@@ -138,9 +138,11 @@ class Extra(extras.Extra):
         on_oom, accelerator = run.config.of(Options).on_oom, run.accelerator
         may = on_oom != "stop" and not (on_oom == "auto" and accelerator.num_processes > 1)
         if not may or type(engine) is not Engine or not can_recover(accelerator):
+            if on_oom in ("split", "adapt"):
+                run.outputs.note(f"on_oom: {on_oom} does nothing here: DDP is compiled, or has a hook")
             return engine
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
-        self._recovering = Recovering(engine, said_by(run), *measures)
+        self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -258,7 +260,7 @@ class Extra(extras.Extra):
         """What to do when the run was cut off."""
         if step := self._newest_step():
             return f"Run {self._same_command()} again to resume from step {step}."
-        return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
+        return "There is no checkpoint yet: the same command starts from scratch. A smaller --save_every_steps helps."
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
@@ -267,10 +269,10 @@ class Extra(extras.Extra):
             summary["oom_recoveries"] = sum(exchange(self._recovering.recoveries))
 
 
-def said_by(run: Run) -> Callable[[str], object]:
-    """What shows a line from any rank: the outputs of all but the first are silent."""
+def said_by(run: Run, by_first: Callable[[str], object]) -> Callable[[str], object]:
+    """What shows a line from any rank: ``by_first``, and where outputs are silent, on other ranks, a plain print."""
     rank = run.launch.rank
-    return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else run.outputs.note
+    return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else by_first
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:

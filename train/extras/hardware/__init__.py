@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from train import extras
 from train.config import Config, option
-from train.extras.device import device_name, precision_in_use
+from train.extras.device import SHORT, device_name, precision_in_use
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
 
@@ -155,5 +155,5 @@ def describe_device(run: Run) -> str:
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
     parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
-    shown = {"no": {"float32": "fp32"}.get(dtype, dtype), "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
+    shown = {"no": SHORT[dtype], "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
     return f"device: {', '.join(filter(None, parts))}, precision {shown}"

@@ -56,7 +56,7 @@ class DeepSpeed(Engine):
         return self.accelerator.num_processes
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        # Not accelerator.backward, which also updates the weights, before an empty global batch is noticed.
+        # Not accelerator.backward, which also updates the weights.
         self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         self.engine.backward(loss * scale, scale_wrt_gas=False)
 

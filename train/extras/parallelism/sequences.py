@@ -1,8 +1,8 @@
 """Sequences that are divided among ranks, by context parallelism or Ulysses. Each rank gets a part of every sequence.
 
-Context parallelism: keys and values go round (arXiv 2310.01889). Rank r of n holds the r-th and the r-th from last of
-2n equal pieces: early positions attend to few, late ones to many, so every rank has the same work. The loss of a rank
-is that of its positions; sums over ranks give the whole.
+Context parallelism: each rank gathers all keys and values (cf. arXiv 2310.01889). Rank r of n holds the r-th and the
+r-th from last of 2n equal pieces: early positions attend to few, late ones to many, so every rank has the same work.
+The loss of a rank is that of its positions; sums over ranks give the whole.
 
 Ulysses (arXiv 2309.14509): outside attention each rank holds a stretch of the tokens, inside it all tokens of a part of
 the heads; DeepSpeed exchanges the one for the other around the attention of a transformers model.

@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer's weights, and the work on them, divided among ranks that see the same examples.
 
 A model of transformers says by its plan which of its linear layers are cut by columns, and which of the following ones
-by rows, so that a block of layers needs one sum over the ranks in forward and one in backward (Megatron-LM, arXiv
-1909.08053). Every rank holds the rest whole: embeddings, output head and norms.
+by rows, so that a block of layers needs one sum over the ranks for its output and one for its gradient (Megatron-LM,
+arXiv 1909.08053). Every rank holds the rest whole: embeddings, output head and norms.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: 
         found = [f"{source}: {problem}" for source, problem in problems if (problem == EMPTY) == (noun == EMPTY)]
         if found and getattr(data, flag) == "error":
             remedy = f"Correct it, or leave such records out with --{flag} skip"
-            remedy = remedy if len(found) < count else f"The same holds for all {several(count, 'record')}"
+            if len(problems) == count > 1 and len({problem for _, problem in problems}) == 1:  # nothing would be left
+                remedy = f"The same holds for all {count:,} records"
             raise UserError(f"{found[0]}. {remedy}.")
         if found:
             notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")

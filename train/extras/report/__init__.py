@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option, to_values
+from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
 from train.records import Run, UsageError, UserError
@@ -125,7 +126,7 @@ def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
         "gradient_accumulation_steps": arithmetic.accumulation_steps,
         "world_size": run.launch.world_size,
         "launch": str(run.launch),
-        "mixed_precision": precision if precision != "no" else {"float32": "fp32"}.get(dtype, dtype),
+        "mixed_precision": precision if precision != "no" else SHORT[dtype],
         "max_grad_norm": config.optimization.max_grad_norm,
     }
 

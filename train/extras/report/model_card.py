@@ -73,7 +73,13 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
-    if source is not None and config.architecture.is_function:
+    written = Path(config.output.output_dir) / "final"
+    if source is not None and config.architecture.is_function and (written / "adapter_config.json").exists():
+        return (
+            f"These are the adapters of the model that `{_public(source)}` builds. `PeftModel.from_pretrained(base, "
+            '"path/to/this/folder")` puts them on its base.'
+        )
+    if source is not None and config.architecture.is_function and not (written / "config.json").exists():
         return (
             f"The weights are in `model.safetensors`; build the model with `{_public(source)}` and fill it with "
             "`safetensors.torch.load_model`. The tokenizer loads with `AutoTokenizer.from_pretrained`."
