@@ -132,7 +132,7 @@ def test_signal_of_a_launcher_that_lost_a_rank_is_no_request_to_stop(
         ended = job.end(of_ranks=[0])
     is_lost = rank_1 is die
     assert ended[0].status == (EXIT_ERROR if is_lost else EXIT_STOPPED), ended[0].said
-    assert ("rank 1 (host" in ended[0].said) == is_lost
+    assert ("rank 1 (" in ended[0].said) == is_lost  # its host, or that it never came: it may die before it has told
     assert (tmp_path / "run" / "stopped.json").exists() != is_lost
 
 
