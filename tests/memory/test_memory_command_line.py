@@ -151,6 +151,13 @@ def test_a_model_that_must_not_be_padded_is_planned_with_single_examples(
     planned = capsys.readouterr().out
     assert "\n  micro-batch 1, " in planned and "--micro_batch_size 1 --global_batch_size 8" in planned
     assert "Note: padding changes this model's results" in planned
+    grid = ["plan", "--device", "l4", *flags, "--micro_batch_size", "auto", "--grid", "--lengths", "64"]
+    assert main(grid) == 0
+    table = capsys.readouterr().out
+    assert table.splitlines()[4].split() == ["tokens", "1"] and len(table.splitlines()[5].split()) == 2
+    assert table.endswith("Note: padding changes this model's results, so each micro-batch is one example.\n")
+    assert main([*grid, "--micro_batch_sizes", "1,2"]) == 2
+    assert "error: --micro_batch_sizes: padding changes this model's results" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_checked_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,9 @@ def test_padding(model_type: str, task: str, changes: bool) -> None:
         return
     assert found == "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
     assert checked(model, TASKS[task], micro_batch_size=1, eval_batch_size=1) is None
+    # A budget of tokens puts several examples into a micro-batch, whatever micro_batch_size says.
+    budget = {"micro_batch_size": 1, "global_batch_size": 8, "max_tokens_per_micro_batch": 64}
+    assert checked(model, TASKS[task], **budget) == found
 
 
 @pytest.mark.parametrize(

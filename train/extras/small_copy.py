@@ -29,8 +29,7 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
     ids = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1)
     classes = sizes[task.label_names is not Task.label_names]  # a task with tags, too, names its classes
-    is_alone = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1) == (1, 1)  # without padding
-    mask = {} if task.is_causal or is_alone else {"attention_mask": torch.ones_like(ids)}
+    mask = {} if task.is_causal or _is_alone(config) else {"attention_mask": torch.ones_like(ids)}
     inputs = {"input_ids": ids, **mask}
     needed = (2, classes) if task.labelled else (*ids.shape, classes)
     if hasattr(model, "_from_config") or (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate):
@@ -48,7 +47,6 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
 
 def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int) -> str | None:
     """Why ``model`` cannot learn ``task``, as far as a small copy tells: a reason and what to do, or None."""
-    is_alone = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1) == (1, 1)  # without padding
 
     def trial(small: Any) -> str | None:
         tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
@@ -72,13 +70,19 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
         inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
-        if not is_alone and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
+        if not _is_alone(config) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
             return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
         return None
 
     with suppress(Exception):  # what cannot be tried a run finds out by itself
         return tried_on_small_copies(model, trial)
     return None
+
+
+def _is_alone(config: Config) -> bool:
+    """Whether each micro-batch is one example, so that nothing is padded."""
+    sizes = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1)
+    return sizes == (1, 1) and config.get("max_tokens_per_micro_batch") is None
 
 
 def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:

@@ -13,7 +13,7 @@ import yaml
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
 from train.memory.predict import ROOT
-from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting
+from train.memory.question import MARGIN, OFFLOAD, STAND_IN, UNPADDED, Question, Setting
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
@@ -97,7 +97,7 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
     if outcome.job.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask")
     if not question.pads:
-        notes.append("padding changes this model's results, so each micro-batch is one example")
+        notes.append(UNPADDED)
     if question.device.kind == "cpu":
         notes.append("room is what is free of this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed and not question.on_cpu:

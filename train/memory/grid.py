@@ -9,8 +9,8 @@ from typing import Any
 
 from train.figures import count, gib
 from train.memory.plan import Outcome, Predictions, predicted
-from train.memory.question import Question, position_limit, replace_length
-from train.records import UserError
+from train.memory.question import UNPADDED, Question, position_limit, replace_length
+from train.records import UsageError, UserError
 
 LENGTHS = tuple(1024 * 2**power for power in range(9))  # 1,024 to 262,144 tokens
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -32,11 +32,14 @@ def make_grid(
     if question.config.get("max_tokens_per_micro_batch") is not None:
         changes["max_tokens_per_micro_batch"] = None
     grid: Grid = []
+    sizes = micro_batch_sizes or (MICRO_BATCH_SIZES if question.pads else (1,))
+    if not question.pads and max(sizes) > 1:
+        raise UsageError(f"--micro_batch_sizes: {UNPADDED}.")
     for length in lengths or [length for length in LENGTHS if length <= limit] or [limit]:
         if lengths is None and grid and not grid[-1][0].fits:
             break
         grid.append([])
-        for size in micro_batch_sizes or MICRO_BATCH_SIZES:
+        for size in sizes:
             sized = replace_length(question, length)
             sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=size))
             try:
@@ -62,7 +65,8 @@ def grid_text(question: Question, grid: Grid) -> str:
         cells = "".join(f"{cell.needed_bytes / 2**30:>9.2f} {'  ' if cell.fits else 'no'}" for cell in row)
         lines.append(f"{row[0].job.length:>10,}  {cells}".rstrip())
     total, room = gib(question.device.total_bytes), gib(question.room_bytes)
-    return "\n".join([*lines, "", f"no: more than the {room} that may be taken of {total}."])
+    lines += ["", f"no: more than the {room} that may be taken of {total}."]
+    return "\n".join(lines if question.pads else [*lines, f"Note: {UNPADDED}."])
 
 
 def draw(question: Question, grid: Grid, path: Path) -> None:

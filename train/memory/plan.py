@@ -126,8 +126,9 @@ class Search:
 
     def _base(self, sharding: str) -> Setting:
         """What all settings have in common."""
-        precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp", False)
-        return Setting(tiled_mlp=tiled, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
+        precision, config = self.question.precision(sharding), self.question.config
+        base = Setting(micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
+        return replace(base, tiled_mlp=config.get("tiled_mlp", False), dtype=config.architecture.dtype)
 
     def smallest(self, ways: Sequence[Recompute], shardings: Sequence[str], known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from train import extras
 from train.config import Config, to_values
+from train.extras.device import SHORT
 from train.extras.hardware import automatic_precision
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
@@ -21,6 +22,7 @@ BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
+UNPADDED = "padding changes this model's results, so each micro-batch is one example"  # where not Question.pads
 PRECISIONS = ("no", "tf32", "fp16", "bf16")
 
 
@@ -132,6 +134,7 @@ class Setting(Recompute):
 
     micro_batch_size: int
     mixed_precision: str | None
+    dtype: str = "float32"  # of the weights, which the search leaves as it is
     loss: str = "full"
     sharding: str = "none"
 
@@ -141,7 +144,7 @@ class Setting(Recompute):
     @property
     def techniques(self) -> str:
         """All but the micro-batch."""
-        precision = "fp32" if self.mixed_precision in (None, "no") else self.mixed_precision
+        precision = SHORT[self.dtype] if self.mixed_precision in (None, "no") else self.mixed_precision
         tiled = ", tiled MLP" if self.tiled_mlp else ""
         sharding = "" if self.sharding == "none" else f", {self.sharding}"
         return f"checkpointing {super().__str__()}{tiled}, precision {precision}, loss {self.loss}{sharding}"
@@ -161,7 +164,7 @@ class Question:
     num_labels: int = 0
     world_size: int = 1
     sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
-    pads: bool = True  # False: padding would change the model's results, so each micro-batch is one example
+    pads: bool = True  # False: padding would change the model's results
 
     @property
     def on_cpu(self) -> bool:
