@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ import pytest
 import yaml
 from support import Run, causal_data, run_for
 
+from train import extras
+from train.config import Config
 from train.figures import gib
 from train.launch import Launch
+from train.records import UsageError
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
@@ -307,6 +311,15 @@ def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", max_length=8192, **budget)
     found.settle()
     assert {(job.micro_batch_size, job.length) for job in found.jobs} == {(128, 64)}  # not one of 8,192
+
+
+@pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)
+@pytest.mark.parametrize("left_open", ["micro_batch_size", "gradient_checkpointing"])
+def test_auto_is_refused_where_nothing_is_predicted(left_open: str, launch: Launch) -> None:
+    config = Config().changed(global_batch_size=8, model="gpt2")
+    extras.check(config, launch)
+    with pytest.raises(UsageError, match=f"auto is not known for {re.escape(str(launch))}: choose micro_batch_size"):
+        extras.check(config.changed(**{left_open: "auto"}), launch)
 
 
 def test_a_run_on_the_cpu_is_predicted_for_it_although_a_card_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

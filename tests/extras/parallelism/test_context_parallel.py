@@ -90,7 +90,6 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
         ({}, {}, "parallelism_config_cp_size: 2 .* cannot be combined with the engine ddp: use fsdp2, as"),
         (FSDP2, {"task": "masked_lm"}, "task: masked_lm: .*causal_lm"),
         (FSDP2, {"attn_implementation": "eager"}, "attn_implementation: eager: .*sdpa"),
-        (FSDP2, {"micro_batch_size": "auto"}, "micro_batch_size: auto"),
         (FSDP2, {"packing": True}, r"packing: leave packing out, or use .*fsdp2\.yaml"),
     ],
 )

@@ -66,7 +66,6 @@ def test_gradients_of_half_precision_are_summed_in_fp32() -> None:
         ({"GRADIENT_ACCUMULATION_STEPS": "8"}, r"gradient_accumulation_steps: 8 in the launch file, .*: 4"),
         ({"GRADIENT_CLIPPING": "0.5"}, r"gradient_clipping: 0\.5 in the launch file, max_grad_norm: 1\.0"),
         ({"GRADIENT_CLIPPING": "1", "max_grad_norm": None}, r"max_grad_norm: 0\.0"),
-        ({"GRADIENT_ACCUMULATION_STEPS": "4", "micro_batch_size": "auto"}, r"gradient_accumulation_steps: auto"),
         ({"DEEPSPEED_ZERO_STAGE": "1"}, r"zero_stage: 1"),
         ({"DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, r"offload_param_device: cpu .* only stage 3"),
         ({"DEEPSPEED_ZERO3_INIT": "true"}, r"zero3_init_flag: true"),
@@ -93,11 +92,6 @@ def test_what_cannot_work_stops_the_run(given: dict[str, Any], message: str) -> 
         ),
         (SEQUENCES, Config(data=Data(task="masked_lm")), r"sp_size: 2 .*cannot be combined with task: masked_lm"),
         (SEQUENCES, Config().changed(attn_implementation="eager"), r"attn_implementation: eager: use sdpa"),
-        (
-            SEQUENCES,
-            Config(optimization=Optimization(micro_batch_size="auto")),
-            r"cannot be combined with micro_batch_size: auto",
-        ),
         (
             SEQUENCES,
             Config().changed(global_batch_size=8, max_tokens_per_micro_batch=2048),

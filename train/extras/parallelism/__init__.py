@@ -44,12 +44,8 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         if launch.copies > 1:
-            is_auto = config.optimization.micro_batch_size == "auto"
-            extras.refuse(
-                f"{launch} in the launch file",
-                ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
-                ("packing", bool(config.get("packing")), "leave packing out, or use ddp.yaml or fsdp2.yaml"),
-            )
+            without = "leave packing out, or use ddp.yaml or fsdp2.yaml"
+            extras.refuse(f"{launch} in the launch file", ("packing", bool(config.get("packing")), without))
             (_check_tensors if launch.tp_size > 1 else _check_sequences)(config, launch)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:

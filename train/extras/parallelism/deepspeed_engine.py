@@ -103,9 +103,7 @@ def engine_settings(config: Config, launch: Launch) -> dict[str, Any]:
     stage, parts = int(os.environ.get(f"{FIELD}ZERO_STAGE", "2")), ("offload_optimizer", "offload_param")
     devices = {part: os.environ.get(f"{FIELD}{part.upper()}_DEVICE", "none") for part in parts}
     _refuse(config, stage, devices)
-    # Of micro_batch_size: auto no accumulation is known, and no number in the launch file agrees with it.
-    is_auto = optim.micro_batch_size == "auto"
-    steps = "auto" if is_auto else arithmetic_of(config, launch.dp_size).accumulation_steps
+    steps = arithmetic_of(config, launch.dp_size).accumulation_steps
     _compare("ACCELERATE_", "gradient_accumulation_steps", "gradient_accumulation_steps", steps)
     _compare("ACCELERATE_", "gradient_clipping", "max_grad_norm", clipping)
     if launch.sp_size > 1 and attention is not None:
