@@ -427,6 +427,19 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
     assert "--micro_batch_size" not in text
 
 
+def test_logits_of_a_model_with_more_entries_than_its_tokenizer_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    found = NextToACard(monkeypatch, 2**40)
+    size = 16 * 4096 * 12288 * 4
+    error = torch.OutOfMemoryError(MESSAGE.replace("3.00 GiB", gib(size)))
+    error.fault = SimpleNamespace(phase="forward", shape=(16, 4096), error=str(error))  # pyright: ignore
+    assert "all logits" not in found.session.explain(error)
+    meter: Any = found.run.extras.by_name["meter"]
+    meter.meter = SimpleNamespace(num_classes=12288, bytes_by_kind={})
+    assert "all logits in fp32: 16 × 4,096 × 12,288 × 4 bytes" in " ".join(found.session.explain(error).split())
+
+
 def test_a_full_host_is_explained_as_such_next_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.extras.host_memory import page_locked
 

@@ -13,9 +13,8 @@ from made_tokenizers import tokenizer_of
 from support import run_for
 from torch import Tensor, nn
 
-from train import memory
 from train.config import Config
-from train.extras import small_copy
+from train.extras import checks, small_copy
 from train.extras.small_copy import obstacle_to_task
 from train.model import build_model
 from train.records import UserError
@@ -179,9 +178,9 @@ def test_large_models_and_those_that_cannot_be_tried_are_taken(monkeypatch: pyte
 def test_a_run_says_that_a_model_is_too_large_to_be_tried(
     most: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_copy, "TRIED_PARAMETERS", most)
+    monkeypatch.setattr("train.extras.checks.fit.TRIED_PARAMETERS", most)
     notes: list[str] = []
     config = Config().changed(model="own:model", tokenizer="bytes", max_length=32)
     run: Any = SimpleNamespace(config=config, is_planned=False, outputs=SimpleNamespace(note=notes.append))
-    memory.Extra().check_model(run, Averaging(causal=True), causal_lm.Task, (300, 0))
+    checks.Extra().check_model(run, Averaging(causal=True), causal_lm.Task, (300, 0))
     assert [note[: len(line)] for note, line in zip(notes, said, strict=True)] == said

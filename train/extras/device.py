@@ -26,6 +26,15 @@ def precision_in_use(accelerator: Any) -> str:
     return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision
 
 
+def flash_lacks_backward(capability: tuple[int, int], head_size: int, dropout: float) -> bool:
+    """Whether flash attention only computes forward: some cards have no room for the backward of wide heads.
+
+    As in ``sdp_utils.cpp`` of torch 2.13.
+    """
+    is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return is_narrow and head_size > 192 and (head_size <= 224 or dropout > 0)
+
+
 def product_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The type in which ``tensor`` would be multiplied here, under autocast or without."""
     import torch

@@ -18,11 +18,8 @@ from train.memory.predict import Predictor
 from train.records import Parts, Run, UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from train.batching import Batches
     from train.data import PreparedData
-    from train.tasks import Task
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
@@ -36,7 +33,6 @@ class Options:
     memory_budget_gib: float | None = option(None, "What auto may fill of each device; default: what is free.", gt=0)
     predict_memory: bool = option(True, "Predict the peak in another process, and show it next to the measured one.")
     rehearse: bool = option(True, "Before step 1 make the longest step, without a trace.")
-    check_model: bool = option(True, "Refuse a model that by a small copy's numbers cannot learn the task.")
 
 
 class Extra(extras.Extra):
@@ -68,17 +64,6 @@ class Extra(extras.Extra):
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._session.ask()
-
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
-        from train.extras.small_copy import TRIED_PARAMETERS, obstacle_to_batches, obstacle_to_task
-
-        if run.is_planned or not run.config.of(Options).check_model:
-            return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
-        if not hasattr(network, "_from_config") and sum(p.numel() for p in network.parameters()) > TRIED_PARAMETERS:
-            run.outputs.note("model: too large to try whether padding or later tokens change its results")
-        obstacle = obstacle_to_batches(network, task, run.config, sizes)
-        if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
-            raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.total_steps):

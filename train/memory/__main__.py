@@ -38,7 +38,7 @@ from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Predictor
 from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
-from train.records import EXIT_DONE, UsageError, UserError
+from train.records import EXIT_DONE, EXIT_INTERRUPTED, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
 FLAGS = """\
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout = None
         return EXIT_DONE
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def run_plan(arguments: list[str]) -> None:

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import flop_registry
 
 from train.extras import is_here
+from train.extras.device import flash_lacks_backward
 from train.extras.hardware import cpu_has_fast_bf16
 from train.extras.meter.flops import attended
 from train.extras.meter.tracker import tensors_in
@@ -129,8 +130,7 @@ def attention_kernel(
         is_known_mask = mask is None or (mask.ndim in (2, 4) and not mask.requires_grad)
         if is_known_dropout and is_known_mask and not is_single:
             return "cudnn"
-    is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # no room for the backward of wide heads
-    lacks_backward = is_narrow and trains and sizes[0] > 192 and (sizes[0] <= 224 or dropout > 0)
+    lacks_backward = trains and flash_lacks_backward(capability, sizes[0], dropout)
     is_plain = mask is None and not (is_causal and query.shape[2] != key.shape[2])
     if is_half and capability >= (8, 0) and sizes[0] == sizes[1] <= 256 and is_plain and not lacks_backward:
         return "flash"

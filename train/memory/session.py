@@ -166,7 +166,7 @@ class MemorySession:
             micro_batch_shape=shape,
             bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
-            vocab_size=len(self._data.tokenizer),
+            vocab_size=getattr(meter, "num_classes", len(self._data.tokenizer)),  # a model may have more entries
             changes=changes,
         )
         text = post_mortem(words, situation)

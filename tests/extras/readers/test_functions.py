@@ -15,12 +15,12 @@ from train.launch import Launch
 from train.records import UsageError, UserError
 
 
-def returned(tmp_path: Path, body: str, labelled: bool = False) -> Any:
+def returned(tmp_path: Path, body: str, labelled: bool = False, **options: Any) -> Any:
     """What the readers make of a function with this ``body``."""
     lines = ["import datasets", "from datasets import ClassLabel, Dataset, Features, Value", "def documents(config):"]
     (tmp_path / "given.py").write_text("\n".join([*lines, f"    return {body}"]))
     task = "sequence_classification" if labelled else "causal_lm"
-    config = Config().changed(dataset=f"{tmp_path}/given.py:documents", task=task)
+    config = Config().changed(dataset=f"{tmp_path}/given.py:documents", task=task, **options)
     return Extra().documents(config, labelled)
 
 
@@ -134,4 +134,10 @@ def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any
     config = Config().changed(dataset="my_data:documents", **flags)
     with pytest.raises(UsageError, match=f"{named}: my_data:documents gives its documents as they are to be used"):
         Extra.check(config, Launch())
-    Extra.check(Config().changed(dataset="my_data:documents", on_bad_record="skip"), Launch())
+    heeded = {"on_bad_record": "skip", "on_empty_document": "error"}
+    Extra.check(Config().changed(dataset="my_data:documents", **heeded), Launch())
+
+
+def test_an_empty_document_of_a_function_can_be_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the train split, row 1: empty document"):
+        returned(tmp_path, "Dataset.from_dict({'text': ['a', '', 'b', 'c']})", on_empty_document="error")

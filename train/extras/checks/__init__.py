@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What may differ from a checkpoint."""
+    """What is let through."""
 
+    check_model: bool = option(True, "Refuse a model that by a small copy's numbers cannot learn the task.")
     allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
 
 
@@ -76,6 +77,9 @@ class Extra(extras.Extra):
         from train.extras.checks import fit
 
         fit.check_network(run, network, sizes)
+        if not run.is_planned and run.config.of(Options).check_model:
+            # Real numbers next to a plan's fake ones have damaged the heap (torch 2.13).
+            fit.try_small_copy(run, network, task, sizes)
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         from train.extras.checks.documents import describe

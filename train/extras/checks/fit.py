@@ -9,7 +9,8 @@ from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.extras.positions import LIMIT, skipped_positions
-from train.records import Run, UserError
+from train.extras.small_copy import TRIED_PARAMETERS, obstacle_to_batches, obstacle_to_task
+from train.records import Run, UsageError, UserError
 from train.tasks import Task
 
 
@@ -40,6 +41,15 @@ def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipp
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
             "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
         )
+
+
+def try_small_copy(run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+    """Raises UsageError for a network of which a small copy shows, by numbers, that it cannot learn the task."""
+    if not hasattr(network, "_from_config") and sum(p.numel() for p in network.parameters()) > TRIED_PARAMETERS:
+        run.outputs.note("model: too large to try whether padding or later tokens change its results")
+    obstacle = obstacle_to_batches(network, task, run.config, sizes)
+    if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
+        raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
 
 def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:

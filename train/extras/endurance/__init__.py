@@ -50,7 +50,7 @@ class Options:
         "auto",
         "Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does "
         "not fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with "
-        "several (recovering averages gradients only after backward) and with optimizer_in_backward.",
+        "several (recovering averages gradients only after backward), with optimizer_in_backward, FSDP2, DeepSpeed.",
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)

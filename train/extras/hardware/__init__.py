@@ -113,7 +113,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Next to a card, too: optimizers whose state is in host memory update there.
-    if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch's, where nobody chose
+    if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # so accelerate launch has it
         share = max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(own.cpu_threads or share)
     # accelerate's optimizer searches the disk for a package twice a step, and inspects this method; once is enough.

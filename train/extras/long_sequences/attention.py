@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from train.extras.device import product_dtype
+from train.extras.device import flash_lacks_backward, product_dtype
 from train.extras.long_sequences.documents import Documents
 from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
 from train.records import UsageError, one_line
@@ -104,10 +104,8 @@ def _kernels_share_heads(query: Tensor, dropout: float = 0.0) -> bool:
     if query.device.type != "cuda":
         return True
     capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
-    is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # no room for the backward of wide heads
-    lacks_backward = is_narrow and size > 192 and (size <= 224 or dropout > 0)
     is_half = product_dtype(query) in (torch.float16, torch.bfloat16)
-    return is_half and capability >= (8, 0) and size <= 256 and not lacks_backward
+    return is_half and capability >= (8, 0) and size <= 256 and not flash_lacks_backward(capability, size, dropout)
 
 
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")

@@ -85,7 +85,7 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         name, own = config.data.dataset, config.of(Options)
-        unread = [f.name for f in fields(own) if f.name != "on_bad_record" and getattr(own, f.name) != f.default]
+        unread = [f.name for f in fields(own) if getattr(own, f.name) != f.default and not f.name.startswith("on_")]
         if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
