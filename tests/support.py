@@ -127,7 +127,6 @@ def causal_data(config: Config, validation: list[int], train: list[int] = [1], t
 
     from train.batching import Loading
     from train.data import PreparedData
-    from train.records import Examples
     from train.tasks import load_task
 
     def split(lengths: list[int]) -> Dataset:
@@ -135,7 +134,8 @@ def causal_data(config: Config, validation: list[int], train: list[int] = [1], t
 
     unused: Any = None
     task = load_task("causal_lm")(config)
-    examples = Examples(split(train), split(validation), None if test is None else split(test))
+    given = {"train": train, "validation": validation, "test": test}
+    examples = {name: split(rows) for name, rows in given.items() if rows is not None}
     return PreparedData(task, unused, unused, examples, Loading(partial(task.collate, pad_id=0)))
 
 

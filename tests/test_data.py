@@ -27,21 +27,23 @@ def made_of(*texts: str, **columns: list[Any]) -> datasets.Dataset:
 def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
     whole = made_of(*(f"t{i}" for i in range(20)))
     first, second = corpus(whole, validation_fraction=0.25), corpus({"train": whole}, validation_fraction=0.25)
-    assert len(first.train) == 15 and len(first.validation) == 5 and first.test is None
-    assert first.validation["text"][:] == second.validation["text"][:]
-    assert sorted([*first.train["text"], *first.validation["text"]]) == sorted(whole["text"])
+    assert len(first.splits["train"]) == 15 and len(first.splits["validation"]) == 5 and "test" not in first.splits
+    assert first.splits["validation"]["text"][:] == second.splits["validation"]["text"][:]
+    assert sorted([*first.splits["train"]["text"], *first.splits["validation"]["text"]]) == sorted(whole["text"])
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.01, 1), (0.99, 3)])
 def test_both_parts_have_a_document_at_least(fraction: float, held_out: int) -> None:
     found = corpus(made_of("a", "b", "c", "d"), validation_fraction=fraction)
-    assert (len(found.train), len(found.validation)) == (4 - held_out, held_out)
+    assert (len(found.splits["train"]), len(found.splits["validation"])) == (4 - held_out, held_out)
 
 
 def test_splits_are_taken_as_they_are() -> None:
     splits = datasets.DatasetDict({name: made_of(name) for name in ("train", "validation", "test")})
     found = corpus(splits)
-    assert [split["text"][:] for split in (found.train, found.validation, found.test)] == [
+    assert [
+        split["text"][:] for split in (found.splits["train"], found.splits["validation"], found.splits["test"])
+    ] == [
         ["train"],
         ["validation"],
         ["test"],
@@ -182,7 +184,7 @@ def test_an_end_mark_in_a_text_is_text_to_a_classifier_that_looks_for_the_last(t
             task="sequence_classification", model_config={"model_type": model_type}, max_length=64, **own
         )
         data = prepare_data(run_for(config))
-        splits = (data.examples.train, data.examples.validation)
+        splits = (data.examples["train"], data.examples["validation"])
         rows = {tuple(row) for split in splits for row in split["tokens"]}
         end = data.tokenizer.eos_token_id
         assert {row.count(end) for row in rows} == ({2} if is_text else {2, 3, 4})

@@ -47,9 +47,10 @@ def prepared_data(config: Config, texts: list[str], labels: list[Any] | None = N
     task = load_task(config.data.task)(config)
     columns = {"text": texts, "source": texts} | ({"label": labels} if labels else {})
     split = datasets.Dataset.from_dict(columns)
-    corpus = Corpus("texts", split, split)
+    corpus = Corpus("texts", {"train": split, "validation": split})
     examples = tokenize(corpus, task, BYTES)
-    return PreparedData(task, corpus, BYTES, examples, Loading(partial(task.collate, pad_id=pad_token_id(BYTES))))
+    loading = Loading(partial(task.collate, pad_id=pad_token_id(BYTES)))
+    return PreparedData(task, corpus, BYTES, examples, loading, task.label_names(corpus))
 
 
 def configured(task: str, batch_size: int = 2) -> Config:
@@ -58,7 +59,7 @@ def configured(task: str, batch_size: int = 2) -> Config:
 
 def network(config: Config, prepared: PreparedData) -> nn.Module:
     torch.manual_seed(0)
-    return build_model(run_for(config), type(prepared.task), BYTES, prepared.examples.label_names).model
+    return build_model(run_for(config), type(prepared.task), BYTES, prepared.label_names).model
 
 
 def run_and_parts(
@@ -164,7 +165,7 @@ def test_loss_is_that_of_all_targets_whatever_the_batch_size(batch_size: int) ->
     model = network(config, prepared)
     loss_sum, targets, correct = direct(prepared, model)
     metrics = evaluated(config, prepared, model)
-    assert metrics["examples"] == len(prepared.examples.validation) > len(TEXTS)
+    assert metrics["examples"] == len(prepared.examples["validation"]) > len(TEXTS)
     assert metrics["loss"] == pytest.approx(loss_sum / targets, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(loss_sum / targets), rel=1e-6)
     assert metrics["accuracy"] == pytest.approx(correct / targets, rel=1e-9)
@@ -176,7 +177,7 @@ def direct(prepared: PreparedData, model: nn.Module) -> tuple[float, int, int]:
     """Loss sum, targets and hits of each example alone, from the definition."""
     model.eval()
     loss_sum, targets, correct = 0.0, 0, 0
-    for row in prepared.examples.validation.to_list():
+    for row in prepared.examples["validation"].to_list():
         tokens = torch.tensor([row["tokens"]])
         log_p = model(input_ids=tokens[:, :-1]).logits.log_softmax(-1)[0]
         loss_sum -= sum(log_p[i, t].item() for i, t in enumerate(tokens[0, 1:]))
@@ -244,7 +245,7 @@ def test_classes_are_scored_by_example(batch_size: int) -> None:
     prepared = prepared_data(config, TEXTS, ["b", "a", "c", "b", "a"])
     model = network(config, prepared).eval()
     references, predictions, losses = [], [], []
-    for row in prepared.examples.validation.to_list():
+    for row in prepared.examples["validation"].to_list():
         logits = model(input_ids=torch.tensor([row["tokens"]])).logits[0]
         references.append(row["label"])
         predictions.append(int(logits.argmax()))
@@ -267,7 +268,7 @@ def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
     run, parts = run_and_parts(config, prepared, network(config, prepared))
     assert evaluate(run, parts, "validation", 1, may_stop=True).metrics["examples"] > 0  # nobody asked
     run.stop.append("SIGTERM")
-    assert evaluate(run, parts, "validation", 1).metrics["examples"] == len(prepared.examples.validation)
+    assert evaluate(run, parts, "validation", 1).metrics["examples"] == len(prepared.examples["validation"])
     assert evaluate(run, parts, "train", 1).split == "train"
     with pytest.raises(StopAtOnce):
         evaluate(run, parts, "validation", 1, may_stop=True)
@@ -307,7 +308,7 @@ def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> No
 
 
 def split_of(prepared: PreparedData) -> datasets.Dataset:
-    return prepared.examples.validation
+    return prepared.examples["validation"]
 
 
 def test_an_evaluation_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
     made: dict[str, Any] = {}
 
     class Parts(SimpleNamespace):
-        data = SimpleNamespace(examples=SimpleNamespace(label_names=["a", "b"]), tokenizer=[])
+        data = SimpleNamespace(label_names=["a", "b"], tokenizer=[])
 
     # The meter of MPS over tensors of a CPU: what it reads of torch.mps is the stand-in's.
     from train.extras.meter.cpu import MpsMeter

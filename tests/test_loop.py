@@ -112,7 +112,7 @@ class Recorder:
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
         run, selection = run_for(self.config, self.accelerator, self.launch), Selection()
         task = SimpleNamespace(default_metric="accuracy")
-        data: Any = SimpleNamespace(task=task, examples=SimpleNamespace(validation=None))
+        data: Any = SimpleNamespace(task=task, examples={"validation": None})
         with patch("train.extras.digests.examples_digest", return_value="abc"):
             selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (

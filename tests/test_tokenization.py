@@ -124,7 +124,7 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
 ) -> None:
     run = run_for(Config().changed(output_dir=str(tmp_path)))
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
-    corpus = Corpus("roses", documents, documents)
+    corpus = Corpus("roses", {"train": documents, "validation": documents})
     first = own_tokenizers.tokenizer_for(run, spec, corpus)
     if spec != "bytes":
         monkeypatch.delattr(own_tokenizers, "_beginning")  # without which none is trained
@@ -143,7 +143,10 @@ def test_a_kept_tokenizer_that_is_damaged_is_trained_again(
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
-    corpus, config = Corpus("roses", documents, documents), Config().changed(output_dir=str(tmp_path / "run"))
+    corpus, config = (
+        Corpus("roses", {"train": documents, "validation": documents}),
+        Config().changed(output_dir=str(tmp_path / "run")),
+    )
 
     def digest() -> tuple[str, list[str]]:
         run = run_for(config)
@@ -164,11 +167,11 @@ def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "replace", lambda path, to: moved.append(to.name) or move(path, to))
     for name in ("a", "b", "b"):  # of whatever run: it is kept with the data
         run = run_for(Config().changed(output_dir=str(tmp_path / name)))
-        own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
+        own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", {"train": documents, "validation": documents}))
     assert moved == [path.name for path in (tmp_path / "cache").iterdir()] and len(moved) == 1
     others = documents.add_item({"text": "a tulip"})  # pyright: ignore[reportCallIssue]
-    own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", others, others))
-    own_tokenizers.tokenizer_for(run, "train:301", Corpus("roses", documents, documents))
+    own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", {"train": others, "validation": others}))
+    own_tokenizers.tokenizer_for(run, "train:301", Corpus("roses", {"train": documents, "validation": documents}))
     assert len(set(moved)) == 3
 
 
@@ -179,7 +182,9 @@ def test_a_trained_tokenizer_needs_no_cache_that_can_be_written(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
     run = run_for(Config().changed(output_dir=str(tmp_path / "run")))
-    made = own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
+    made = own_tokenizers.tokenizer_for(
+        run, "train:300", Corpus("roses", {"train": documents, "validation": documents})
+    )
     assert len(ids_of(made, "a rose")) < len("a rose")
 
 
@@ -203,16 +208,17 @@ def test_words_are_looked_up_as_the_trained_tokenizer_itself_gives_them(alphabet
 
 
 def test_many_unknown_tokens_are_warned_of() -> None:
-    def notes(train: str, validation: str, spec: str = "words") -> tuple[str, ...]:
+    def notes(train: str, validation: str, spec: str = "words") -> list[str]:
         first, second = (datasets.Dataset.from_dict({"text": [text] * 3}) for text in (train, validation))
         tokenizer = tokenizer_of(spec, ["a rose is a rose is a rose is a rose"])
-        examples = tokenize(Corpus("roses", first, second), causal_lm.Task(configured()), tokenizer)
-        return own_tokenizers.unknown_share(examples, tokenizer).notes
+        corpus = Corpus("roses", {"train": first, "validation": second})
+        examples = tokenize(corpus, causal_lm.Task(configured()), tokenizer)
+        return list(own_tokenizers.warnings_of_unknown(examples, tokenizer))
 
-    assert notes("a rose is", "is a") == ()
+    assert notes("a rose is", "is a") == []
     [note] = notes("a rose is", "a tulip is")
     assert note.startswith("WARNING: 20.0% of the tokens for validation are unknown.")  # two marks, three words
-    assert notes("漢字", "漢字", "train:300") == ()
+    assert notes("漢字", "漢字", "train:300") == []
 
 
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
@@ -347,7 +353,7 @@ def stored_corpus(folder: Path) -> Corpus:
             datasets.Dataset.from_dict({"text": texts, "source": texts}).save_to_disk(folder / name)
     train, validation = (datasets.load_from_disk(folder / name) for name in ("train", "validation"))
     assert isinstance(train, datasets.Dataset) and isinstance(validation, datasets.Dataset)
-    return Corpus("stored", train, validation)
+    return Corpus("stored", {"train": train, "validation": validation})
 
 
 @pytest.fixture(autouse=True)
@@ -366,8 +372,8 @@ def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting,
     """Rows of the training split, and how many documents were encoded for it and for validation."""
     task = cls(configured(**data))
     examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]), CHECKED)
-    assert isinstance(examples.train, datasets.Dataset)
-    return examples.train.to_list(), task.encoded
+    assert isinstance(examples["train"], datasets.Dataset)
+    return examples["train"].to_list(), task.encoded
 
 
 def test_second_time_comes_from_the_cache(tmp_path: Path) -> None:
@@ -404,7 +410,7 @@ def test_a_function_next_to_a_task_is_part_of_it(tmp_path: Path, monkeypatch: py
 def test_without_the_readers_nothing_is_left_next_to_the_data(tmp_path: Path) -> None:
     corpus = stored_corpus(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    found = [tokenize(corpus, Counting(configured()), tokenizer_of("bytes")).train[:] for _ in range(2)]
+    found = [tokenize(corpus, Counting(configured()), tokenizer_of("bytes"))["train"][:] for _ in range(2)]
     assert found[0] == found[1] and len(found[0]["tokens"]) > 10
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -415,8 +421,8 @@ def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
     for expected in (12, 0, 0):
         task = Counting(configured())
         examples = tokenize(stored_corpus(tmp_path), task, tokenizer, CHECKED)
-        assert isinstance(examples.train, datasets.Dataset)
-        fingerprints.append(examples.train._fingerprint)
+        assert isinstance(examples["train"], datasets.Dataset)
+        fingerprints.append(examples["train"]._fingerprint)
         assert task.encoded == expected
         tokenizer("used, padded and cut", truncation=True, max_length=4, padding="max_length")
     assert len(set(fingerprints)) == 1
@@ -476,8 +482,8 @@ def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache of {name}")
         task = causal_lm.Task(configured(preprocessing_num_workers=workers))
         examples = tokenize(stored_corpus(tmp_path / name), task, tokenizer_of("bytes"), CHECKED)
-        assert isinstance(examples.train, datasets.Dataset)
-        found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
+        assert isinstance(examples["train"], datasets.Dataset)
+        found.append((examples["train"].to_list(), examples["train"]._fingerprint, len(examples["train"].cache_files)))
     assert found[0][:2] == found[1][:2]
     assert (found[0][2], found[1][2]) == (1, 2)  # there were two processes
 
@@ -497,9 +503,11 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
         train = datasets.load_from_disk(tmp_path / name)
         assert isinstance(train, datasets.Dataset)
         task = Batches(configured(max_length=1000))
-        examples = tokenize(Corpus("long", train, validation), task, tokenizer_of("bytes"), CHECKED)
-        assert isinstance(examples.train, datasets.Dataset)
-        found.append((task.batches, len(examples.train.cache_files), examples.train["length"][:]))
+        examples = tokenize(
+            Corpus("long", {"train": train, "validation": validation}), task, tokenizer_of("bytes"), CHECKED
+        )
+        assert isinstance(examples["train"], datasets.Dataset)
+        found.append((task.batches, len(examples["train"].cache_files), examples["train"]["length"][:]))
     assert found[0][0] == [4, 4, 1, 1]  # of 300 kB each, and then validation
     assert [files for _, files, _ in found] == [1, 2]
     assert found[0][2] == found[1][2] == ([1000] * 300 + [1]) * 7 + [6, 6]
@@ -507,9 +515,9 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
 
 def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path) -> None:
     corpus = stored_corpus(tmp_path)
-    corpus = replace(corpus, test=corpus.validation)
+    corpus = replace(corpus, splits={**corpus.splits, "test": corpus.splits["validation"]})
     examples = tokenize(corpus, causal_lm.Task(configured()), tokenizer_of("bytes"))
-    assert isinstance(examples.train, datasets.Dataset) and examples.test is not None
-    for split in (examples.train, examples.validation, examples.test):
+    assert list(examples) == ["train", "validation", "test"]
+    for split in examples.values():
         assert set(split.column_names) == {"tokens", "length", "num_bytes"}
-    assert examples.test.to_list() == examples.validation.to_list() != examples.train.to_list()
+    assert examples["test"].to_list() == examples["validation"].to_list() != examples["train"].to_list()

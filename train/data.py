@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config
-from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, column
+from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, column
 from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
 
@@ -29,12 +29,14 @@ class PreparedData:
     task: Task
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
-    examples: Examples
+    examples: dict[str, datasets.Dataset]  # by split; batching groups them by their column ``length``
     loading: Loading
+    label_names: tuple[str, ...] = ()
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
-        return Batches(self.examples.train, self.loading, arithmetic, run.launch.dp_rank, run.config.optimization.seed)
+        examples, seed = self.examples["train"], run.config.optimization.seed
+        return Batches(examples, self.loading, arithmetic, run.launch.dp_rank, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""
@@ -55,7 +57,7 @@ def prepare_data(run: Run) -> PreparedData:
     config, own = run.config, run.config.architecture
     task = load_task(config.data.task)(config)
     corpus = run.extras.pipe("change_corpus", task, load_corpus(run, task.labelled))
-    run.outputs.note(f"data: {corpus.name}: {_sizes(corpus, 'documents')}", *corpus.notes)
+    run.outputs.note(f"data: {corpus.name}: {_sizes(corpus.splits, 'documents')}", *corpus.notes)
 
     spec = str(config.data.tokenizer or own.model)
     tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, own.trust_remote_code)
@@ -64,13 +66,12 @@ def prepare_data(run: Run) -> PreparedData:
         # Bart's and T5's classifiers want as many end marks in each example: one in a text stays text, in final/ too.
         tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
 
+    label_names = task.label_names(corpus)
     examples = tokenize(corpus, task, tokenizer, partial(run.extras.pipe, "change_caching", run))
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
     loading = Loading(collate, config.data.dataloader_num_workers, run.accelerator.device.type == "cuda")
-    data = run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading))
-    run.outputs.note(*data.examples.notes)
-    return data
+    return run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading, label_names))
 
 
 def load_corpus(run: Run, labelled: bool) -> Corpus:
@@ -127,9 +128,9 @@ def corpus_of(found: Any, config: Config) -> Corpus:
         train, order = splits["train"], np.random.default_rng(0).permutation(len(splits["train"]))
         size = min(max(round(len(order) * config.data.validation_fraction), 1), len(order) - 1)
         splits |= {"train": train.select(order[size:]), "validation": train.select(order[:size])}
-    return Corpus(config.data.dataset, splits["train"], splits["validation"], splits.get("test"))
+    return Corpus(config.data.dataset, {name: splits[name] for name in SPLITS if name in splits})
 
 
-def _sizes(splits: Corpus | Examples, what: str) -> str:
-    named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
-    return f"{what} {', '.join(f'{len(split):,} for {name}' for name, split in named.items() if split)}"
+def _sizes(splits: dict[str, datasets.Dataset], what: str) -> str:
+    named = {"training" if name == "train" else name: len(split) for name, split in splits.items()}
+    return f"{what} {', '.join(f'{size:,} for {name}' for name, size in named.items())}"

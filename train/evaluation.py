@@ -19,7 +19,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     Raises StopAtOnce on all ranks if it ``may_stop`` and any rank was asked to stop.
     """
     data, started, rows = parts.data, time.perf_counter(), []
-    examples = getattr(data.examples, split)
+    examples = data.examples[split]
     parts.model.eval()
     try:
         for batch in data.evaluation_batches(run, examples):
@@ -35,7 +35,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     _, first = np.unique(everyone[:, 0], return_index=True)
     table = everyone[first]
     table[:, 1:4] = np.add.reduceat(everyone[:, 1:4], first)
-    metrics = {**data.task.metrics(table, examples, data.examples.label_names), "examples": len(table)}
+    metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
     metrics |= run.extras.merged("metrics", run, data, split, table)
     return Evaluation(split, step, metrics, time.perf_counter() - started)
 

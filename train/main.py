@@ -115,7 +115,7 @@ def train(run: records.Run) -> int:
 
     # Model: built, changed by the extras, wrapped with its loss.
     torch.manual_seed(optim.seed)
-    with_loss = build_model(run, type(data.task), data.tokenizer, data.examples.label_names)
+    with_loss = build_model(run, type(data.task), data.tokenizer, data.label_names)
     launching.shard_by_layer(accelerator, with_loss.model)
     sizes = parameter_counts(with_loss.model)
 
@@ -153,7 +153,7 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
     evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]
-    if data.examples.test is not None:
+    if "test" in data.examples:
         evaluations.append(outputs.record_evaluation(run, evaluate(run, parts, "test", step)))
     summary = outputs.summary(run, parts, progress, evaluations)
     outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from train.step import Engine
 
 STARTED = time.perf_counter()  # of this process: main imports this module before any library
+SPLITS = "train", "validation", "test"  # of a corpus, in this order; the last may be missing
 IGNORE = -100  # a label that is not a target: padding, or a position that is only context
 
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
@@ -102,21 +103,8 @@ class Corpus:
     """Documents by split, before tokenisation: columns ``text``, ``source`` and, for classification, ``label``."""
 
     name: str
-    train: datasets.Dataset
-    validation: datasets.Dataset
-    test: datasets.Dataset | None = None
+    splits: dict[str, datasets.Dataset]  # by SPLITS
     notes: tuple[str, ...] = ()  # what a person should know: records skipped, and where
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Tokenised examples by split, for a task's ``collate``; batching groups them by their column ``length``."""
-
-    train: datasets.Dataset
-    validation: datasets.Dataset
-    test: datasets.Dataset | None = None
-    label_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

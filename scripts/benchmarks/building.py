@@ -226,10 +226,11 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     if not task.is_causal:
         raise UsageError(f"task: {task.name} predicts no next token, so it has no loss by position.")
     corpus, tokenizer = load_corpus(run, task.labelled), load_tokenizer(final)
+    validation = corpus.splits["validation"]
     # Only held-out text is tokenised: of the rest one document stands for all.
-    held_out = replace(corpus, train=corpus.validation.select(range(1)), test=None)
+    held_out = replace(corpus, splits={"train": validation.select(range(1)), "validation": validation})
     model = build_model(run, type(task), tokenizer).model.to(run.accelerator.device)
-    return model.eval(), tokenize(held_out, task, tokenizer).validation
+    return model.eval(), tokenize(held_out, task, tokenizer)["validation"]
 
 
 def token_losses(output: Any, labels: Tensor, positions: Tensor) -> Tensor:
@@ -536,7 +537,7 @@ def example_lengths(config: Config, folder: Path) -> np.ndarray:
     from train.records import column
 
     prepared = prepare_data(silent_run(config.changed(output_dir=str(folder)), Accelerator()))
-    return column(prepared.examples.train, "length")  # pyright: ignore[reportArgumentType]
+    return column(prepared.examples["train"], "length")  # pyright: ignore[reportArgumentType]
 
 
 def example_order(num_examples: int, seed: int) -> np.ndarray:

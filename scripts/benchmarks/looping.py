@@ -90,7 +90,7 @@ def _data(run: Run, tokens: Tensor) -> PreparedData:
     from train.batching import Loading
     from train.data import PreparedData, pad_token_id
     from train.extras.readers.own_tokenizers import build_tokenizer
-    from train.records import Corpus, Examples
+    from train.records import Corpus
     from train.tasks import load_task
 
     tokenizer, task = build_tokenizer("bytes", ()), load_task(run.config.data.task)(run.config)
@@ -98,4 +98,5 @@ def _data(run: Run, tokens: Tensor) -> PreparedData:
     rows = datasets.Dataset.from_dict({"tokens": tokens.int().numpy(), "length": lengths})
     pins = run.accelerator.device.type == "cuda"
     loading = Loading(partial(task.collate, pad_id=pad_token_id(tokenizer)), pin_memory=pins)
-    return PreparedData(task, Corpus("tokens", rows, rows), tokenizer, Examples(rows, rows), loading)
+    splits = {"train": rows, "validation": rows}
+    return PreparedData(task, Corpus("tokens", splits), tokenizer, splits, loading)

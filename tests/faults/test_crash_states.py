@@ -71,7 +71,7 @@ class Crashes:
         put(self.whole, self.place / "whole")
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
-        examples = SimpleNamespace(validation=None)
+        examples = {"validation": None}
         made: Any = SimpleNamespace(task=SimpleNamespace(default_metric="loss"), examples=examples)
         self.selection = Extra()
         with patch("train.extras.digests.examples_digest", return_value=data):
@@ -277,7 +277,7 @@ def test_no_crash_state_of_the_data_cache_gives_other_data(
         put(state.tree, place / "cache")
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             data = prepare_data(run_for(config))
-        splits: tuple[Any, ...] = data.examples.train, data.examples.validation
+        splits: tuple[Any, ...] = data.examples["train"], data.examples["validation"]
         found.append(tuple(split[:] for split in splits))
     print(len(states), "states of the data cache")
     assert [state for state, loaded in zip(states, found[1:], strict=True) if loaded != found[0]] == []

@@ -115,7 +115,8 @@ def bf16_setting(size: int, checkpointing: str, loss: str, sharding: str = "none
     [("bfloat16", None, "bf16"), ("bfloat16", "no", "bf16"), ("float32", "no", "fp32"), ("float32", "fp16", "fp16")],
 )
 def test_a_plan_names_the_type_that_weights_compute_in(dtype: str, precision: str | None, shown: str) -> None:
-    asked = question(dtype=dtype, **({"mixed_precision": precision} if precision else {}))
+    values: dict[str, Any] = {"mixed_precision": precision} if precision else {}
+    asked = question(dtype=dtype, **values)
     plan = make_plan(asked, Predictions(Synthetic()))
     for outcome in (plan.asked, plan.best, plan.smallest):
         assert outcome is not None and f", precision {shown}, " in str(outcome.setting)

@@ -19,7 +19,7 @@ from torch import nn
 from train.config import Config
 from train.extras.report.sample import sample
 from train.model import build_model
-from train.records import IGNORE, Corpus, Examples, UsageError, column
+from train.records import IGNORE, Corpus, UsageError, column
 from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
 
 BYTES = tokenizer_of("bytes")
@@ -53,7 +53,7 @@ def corpus_of(
             {"text": [r[0] for r in rows], "label": [r[1] for r in rows], "source": sources}
         )
 
-    return Corpus("reviews", split(train, "train"), split(validation, "validation"))
+    return Corpus("reviews", {"train": split(train, "train"), "validation": split(validation, "validation")})
 
 
 class Recording:
@@ -288,8 +288,10 @@ def test_classification_keeps_the_part_it_is_told(truncation: Any, max_length: i
     assert (found["length"], found["document_length"], found["label"]) == ([len(kept) + 2], [10], [1])
 
 
-def classified(corpus: Corpus, **data: Any) -> Examples:
-    return tokenize(corpus, made("sequence_classification", **{"max_length": 16, **data}), BYTES)
+def classified(corpus: Corpus, **data: Any) -> tuple[dict[str, datasets.Dataset], tuple[str, ...]]:
+    """Its examples, and the names of its classes."""
+    task = made("sequence_classification", **{"max_length": 16, **data})
+    return tokenize(corpus, task, BYTES), task.label_names(corpus)
 
 
 @pytest.mark.parametrize(
@@ -303,11 +305,10 @@ def classified(corpus: Corpus, **data: Any) -> Examples:
 )
 def test_classification_numbers_text_and_integer_labels(labels: list[Any], names: tuple[str, ...]) -> None:
     corpus = corpus_of(list(zip("abc", labels, strict=True)), [("a", labels[0])])
-    examples = classified(corpus)
-    assert examples.label_names == names
-    assert isinstance(examples.train, datasets.Dataset)
-    assert [names[number] for number in examples.train["label"]] == [str(label) for label in labels]
-    assert names[examples.validation["label"][0]] == str(labels[0])
+    examples, label_names = classified(corpus)
+    assert label_names == names
+    assert [names[number] for number in examples["train"]["label"]] == [str(label) for label in labels]
+    assert names[examples["validation"]["label"][0]] == str(labels[0])
 
 
 def test_classification_collates_one_label_a_document() -> None:
@@ -320,10 +321,10 @@ def test_classification_collates_one_label_a_document() -> None:
 
 @pytest.mark.parametrize("model_type", ["bert", "llama"])
 def test_class_names_land_in_the_model(model_type: str) -> None:
-    examples = classified(corpus_of([("a", "spam"), ("b", "ham"), ("c", "eggs")], [("a", "spam")]))
+    _, label_names = classified(corpus_of([("a", "spam"), ("b", "ham"), ("c", "eggs")], [("a", "spam")]))
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     task = made("sequence_classification", max_length=16, model_config={"model_type": model_type, **shape})
-    model = build_model(run_for(task.config), type(task), BYTES, examples.label_names).model
+    model = build_model(run_for(task.config), type(task), BYTES, label_names).model
     assert isinstance(model, transformers.PreTrainedModel)
     assert model.config.id2label == {0: "eggs", 1: "ham", 2: "spam"}
     assert model.config.label2id == {"eggs": 0, "ham": 1, "spam": 2}
@@ -337,11 +338,11 @@ def test_a_classifier_keeps_the_numbers_of_its_classes(tmp_path: Path, labels: A
     trained = transformers.BertForSequenceClassification(config)
     trained.save_pretrained(tmp_path)
     corpus = corpus_of([("a", labels[0]), ("b", labels[1])], [("c", labels[1])])
-    examples = classified(corpus, model=str(tmp_path))
-    assert examples.label_names == names  # of its own classes in its own order; of others by the alphabet
-    assert list(column(examples.train, "label")) == [names.index(label) for label in labels]  # pyright: ignore
+    examples, label_names = classified(corpus, model=str(tmp_path))
+    assert label_names == names  # of its own classes in its own order; of others by the alphabet
+    assert list(column(examples["train"], "label")) == [names.index(label) for label in labels]
     task = made("sequence_classification", max_length=16, model=str(tmp_path))
-    model = build_model(run_for(task.config), type(task), BYTES, examples.label_names).model
+    model = build_model(run_for(task.config), type(task), BYTES, label_names).model
     assert isinstance(model, transformers.PreTrainedModel) and model.config.id2label == dict(enumerate(names))
     assert torch.equal(model.get_parameter("classifier.weight"), trained.get_parameter("classifier.weight"))
 

@@ -51,7 +51,7 @@ class MemorySession:
         longest, evaluated = longest_of(data.training_batches(run, arithmetic)), _evaluated(run, data)
         documents, (size, length) = longest.inputs.get("documents"), longest.shape
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
-        num_labels = len(data.examples.label_names)
+        num_labels = len(data.label_names)
         job = job_of(config, target_of(device), len(tokenizer), num_labels, world_size=run.launch.world_size)
         ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         return replace(
@@ -89,7 +89,7 @@ class MemorySession:
             config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
         if is_open:
             sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
-            length = column(self._data.examples.train, "length").max()
+            length = column(self._data.examples["train"], "length").max()
             named = [(f"{n} × {length:,} tokens", {"micro_batch_size": n}) for n in sizes]
             config = config.changed(**self._chosen("micro_batch_size", named, config))
         return config
@@ -201,7 +201,7 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     def positions(split: Any) -> int:
         return math.prod(next(data.evaluation_batches(first_rank, split)).shape)
 
-    splits = [split for split in (data.examples.validation, data.examples.test) if split is not None]
+    splits = [examples for split, examples in data.examples.items() if split != "train"]
     return next(data.evaluation_batches(run, max(splits, key=positions)))
 
 

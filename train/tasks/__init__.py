@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture, Config
-from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, num_cores, one_line
+from train.records import IGNORE, Corpus, MicroBatch, UsageError, UserError, column, num_cores, one_line
 
 if TYPE_CHECKING:
     from train.records import Run
@@ -205,11 +205,10 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 
 def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, *args: make
-) -> Examples:
+) -> dict[str, Dataset]:
     """All splits of ``corpus`` as examples, in memory unless ``change_caching`` (a seam of extras) stores them."""
     label_names, splits = task.label_names(corpus), dict[str, Dataset]()
-    given = {name: getattr(corpus, name) for name in ("train", "validation", "test")}
-    for name, documents in ((name, documents) for name, documents in given.items() if documents is not None):
+    for name, documents in corpus.splits.items():
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
@@ -228,7 +227,7 @@ def tokenize(
         splits[name] = change_caching(make, documents, task, tokenizer, label_names)()
         if not len(splits[name]):
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
-    return Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
+    return splits
 
 
 def stored_config(config: Architecture) -> PretrainedConfig:

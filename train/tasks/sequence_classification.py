@@ -27,7 +27,8 @@ class Task(tasks.Task):
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """The training split's labels: in the order of a classifier that has them, else by value or alphabet."""
-        names, architecture = tuple(sorted(map(str, set(corpus.train["label"])), key=_place)), self.config.architecture
+        labels, architecture = set(corpus.splits["train"]["label"]), self.config.architecture
+        names = tuple(sorted(map(str, labels), key=_place))
         if architecture.model is None or architecture.is_function:
             return names
         # Its head is trained for these numbers; under others it would be a permuted one.

@@ -13,14 +13,14 @@ from train.batching import Loading
 from train.config import Config
 from train.extras.checks import Extra
 from train.extras.checks.documents import describe, describe_batch, describe_training, with_known_labels
-from train.records import BatchArithmetic, Corpus, Examples, UserError
+from train.records import BatchArithmetic, Corpus, UserError
 from train.tasks import load_task, tokenize
 
 BYTES = tokenizer_of("bytes")
 Rows = list[tuple[str, Any]]
 
 
-def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, Examples, Config]:
+def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, dict[str, datasets.Dataset], Config]:
     """The corpus that is left, and its examples."""
 
     def split(rows: Rows, name: str) -> datasets.Dataset:
@@ -30,14 +30,16 @@ def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, E
 
     config = Config().changed(task="sequence_classification", **{"max_length": 16, **options})
     task = load_task("sequence_classification")(config)
-    corpus = Extra().change_corpus(task, Corpus("reviews", split(train, "train"), split(validation, "validation")))
+    given = {"train": split(train, "train"), "validation": split(validation, "validation")}
+    corpus = Extra().change_corpus(task, Corpus("reviews", given))
     return corpus, tokenize(corpus, task, BYTES), config
 
 
 def said(train: Rows, validation: Rows, **options: Any) -> list[str]:
     """Lines about the tokenised documents."""
-    _, examples, config = classified(train, validation, **options)
-    data: Any = SimpleNamespace(examples=examples)
+    corpus, examples, config = classified(train, validation, **options)
+    label_names = load_task("sequence_classification")(config).label_names(corpus)
+    data: Any = SimpleNamespace(examples=examples, label_names=label_names)
     return describe(data, config)
 
 
@@ -71,13 +73,13 @@ def test_an_unknown_label_of_a_function_is_named_without_a_source() -> None:
 
     task = load_task("sequence_classification")(Config().changed(task="sequence_classification"))
     with pytest.raises(UserError, match=r"document 1: label 'z' does not occur in the training split"):
-        with_known_labels(Corpus("mine", made_of("x", "y"), made_of("x", "z")), task)
+        with_known_labels(Corpus("mine", {"train": made_of("x", "y"), "validation": made_of("x", "z")}), task)
 
 
 def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> None:
     validation: Rows = [("a", "x"), ("bc", "z"), ("d", "y")]
     corpus, examples, _ = classified([("a", "x"), ("b", "y")], validation, on_bad_record="skip")
-    assert examples.validation["label"][:] == [0, 1]
+    assert examples["validation"]["label"][:] == [0, 1]
     assert [note for note in corpus.notes if "skipped 1 record" in note and "validation-data.jsonl:2" in note]
 
 

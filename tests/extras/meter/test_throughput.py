@@ -563,9 +563,8 @@ def test_each_device_has_its_own_meter_if_memory_is_measured(
         config=SimpleNamespace(of=lambda options: options(**asked)),
         outputs=SimpleNamespace(say=print),
     )
-    examples = SimpleNamespace(label_names=["no", "yes"])
     parts: Any = SimpleNamespace(
-        data=SimpleNamespace(examples=examples, tokenizer="tokens"),
+        data=SimpleNamespace(label_names=["no", "yes"], tokenizer="tokens"),
         state=SimpleNamespace(model="a model"),
         optimizer=SimpleNamespace(optimizer="an optimizer"),
     )

@@ -29,11 +29,11 @@ def load(path: str | Path, labelled: bool = False, **options: Any) -> Any:
 
 def all_documents(corpus: Any) -> dict[str, dict[str, Any]]:
     """Every document of training and validation by its source, without the folder."""
-    return {Path(d["source"]).name: d for split in (corpus.train, corpus.validation) for d in split}
+    return {Path(d["source"]).name: d for split in (corpus.splits["train"], corpus.splits["validation"]) for d in split}
 
 
 def texts(corpus: Any) -> set[str]:
-    return {*corpus.train["text"], *corpus.validation["text"]}
+    return {*corpus.splits["train"]["text"], *corpus.splits["validation"]["text"]}
 
 
 def message(path: str | Path, labelled: bool = False, **options: Any) -> str:
@@ -50,18 +50,20 @@ def message(path: str | Path, labelled: bool = False, **options: Any) -> str:
 def test_jsonl_gives_text_label_and_line(jsonl: Write) -> None:
     path = jsonl({"text": "eins", "label": "a", "x": 1}, "", {"text": "zwei\nü", "label": "a"})
     corpus = load(path, labelled=True)
-    assert corpus.train.column_names == corpus.validation.column_names == ["text", "label", "source"]
+    assert (
+        corpus.splits["train"].column_names == corpus.splits["validation"].column_names == ["text", "label", "source"]
+    )
     assert all_documents(corpus) == {
         "data.jsonl:1": {"text": "eins", "label": "a", "source": f"{path}:1"},
         "data.jsonl:3": {"text": "zwei\nü", "label": "a", "source": f"{path}:3"},
     }
     assert corpus.name == path
-    assert corpus.test is None
+    assert "test" not in corpus.splits
 
 
 def test_without_labels_there_is_no_label_column(jsonl: Write) -> None:
     corpus = load(jsonl({"text": "a"}, {"text": "b"}, name="d.ndjson"))
-    assert corpus.train.column_names == ["text", "source"]
+    assert corpus.splits["train"].column_names == ["text", "source"]
     assert texts(corpus) == {"a", "b"}
 
 
@@ -406,7 +408,7 @@ def test_labels_are_of_one_type(jsonl: Write, given: list[Any], expected: list[A
     corpus = load(jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(given))), labelled=True)
     found = {d["text"]: d["label"] for d in all_documents(corpus).values()}
     assert [found[f"t{i}"] for i in range(len(given))] == expected
-    assert corpus.train.features == corpus.validation.features
+    assert corpus.splits["train"].features == corpus.splits["validation"].features
 
 
 # Splits
@@ -415,30 +417,30 @@ def test_labels_are_of_one_type(jsonl: Write, given: list[Any], expected: list[A
 def test_held_out_documents_are_always_the_same_and_keep_their_order(jsonl: Write) -> None:
     path = jsonl(*({"text": f"t{i:03}"} for i in range(100)))
     first, second = load(path), load(path)
-    assert first.validation["text"][:] == second.validation["text"][:]
-    assert len(first.validation) == 5
-    assert first.train["text"][:] == sorted(first.train["text"][:])
+    assert first.splits["validation"]["text"][:] == second.splits["validation"]["text"][:]
+    assert len(first.splits["validation"]) == 5
+    assert first.splits["train"]["text"][:] == sorted(first.splits["train"]["text"][:])
     assert texts(first) == {f"t{i:03}" for i in range(100)}
-    assert first.validation["text"][:] != first.train["text"][:5]
-    assert len(load(path, validation_fraction=0.001).validation) == 1
-    assert len(load(path, validation_fraction=0.999).train) == 1
+    assert first.splits["validation"]["text"][:] != first.splits["train"]["text"][:5]
+    assert len(load(path, validation_fraction=0.001).splits["validation"]) == 1
+    assert len(load(path, validation_fraction=0.999).splits["train"]) == 1
 
 
 def test_every_label_keeps_a_record_to_train_on(jsonl: Write) -> None:
     usual = ["a", "b"] * 500
     plain = load(jsonl(*({"text": f"t{i}", "label": "a"} for i in range(1000))))
-    held = {int(text[1:]) for text in plain.validation["text"][:]}
+    held = {int(text[1:]) for text in plain.splits["validation"]["text"][:]}
     path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(usual)), name="usual.jsonl")
-    assert {int(text[1:]) for text in load(path, True).validation["text"][:]} == held
+    assert {int(text[1:]) for text in load(path, True).splits["validation"]["text"][:]} == held
     rare = [f"rare {i}" if i in held else label for i, label in enumerate(usual)]
     first, second = sorted(held)[:2]
     rare[first] = rare[second] = "twice"
     path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(rare)), name="rare.jsonl")
     corpus = load(path, True)
-    assert len(corpus.validation) == len(held) == 50
-    assert set(corpus.train["label"]) == set(rare)
-    assert set(corpus.validation["label"]) == {"a", "b", "twice"}
-    assert corpus.validation["text"][:] == load(path, True).validation["text"][:]
+    assert len(corpus.splits["validation"]) == len(held) == 50
+    assert set(corpus.splits["train"]["label"]) == set(rare)
+    assert set(corpus.splits["validation"]["label"]) == {"a", "b", "twice"}
+    assert corpus.splits["validation"]["text"][:] == load(path, True).splits["validation"]["text"][:]
     assert corpus.notes[-1] == "held out 50 of 1,000 documents for validation"
 
 
@@ -453,18 +455,18 @@ def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
 def test_sample_limits_come_after_the_split(jsonl: Write) -> None:
     path = jsonl(*({"text": f"t{i:03}"} for i in range(100)))
     whole, limited = load(path), load(path, max_train_samples=3, max_eval_samples=2)
-    texts, held = whole.train["text"][:], whole.validation["text"][:]
+    texts, held = whole.splits["train"]["text"][:], whole.splits["validation"]["text"][:]
     assert (len(texts), len(held)) == (95, 5)
-    assert limited.train["text"][:] == [texts[0], texts[31], texts[63]]  # as files may be sorted by label
-    assert limited.validation["text"][:] == [held[0], held[2]]
-    assert load(path, max_train_samples=1000).train["text"][:] == texts
+    assert limited.splits["train"]["text"][:] == [texts[0], texts[31], texts[63]]  # as files may be sorted by label
+    assert limited.splits["validation"]["text"][:] == [held[0], held[2]]
+    assert load(path, max_train_samples=1000).splits["train"]["text"][:] == texts
 
 
 def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
     content = "".join(f"line {i}\n" for i in range(1000))
     (tmp_path / "book.txt").write_text(content)
     corpus = load(tmp_path / "book.txt", validation_fraction=0.1)
-    (train,), (validation,) = corpus.train["text"][:], corpus.validation["text"][:]
+    (train,), (validation,) = corpus.splits["train"]["text"][:], corpus.splits["validation"]["text"][:]
     assert train + validation == content
     assert train.endswith("\n")
     assert len(train) == pytest.approx(0.9 * len(content), abs=10)
@@ -473,7 +475,7 @@ def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
 
 def test_one_text_without_lines_is_cut_anyway(jsonl: Write) -> None:
     corpus = load(jsonl({"text": "x" * 1000}))
-    assert [len(corpus.train["text"][0]), len(corpus.validation["text"][0])] == [950, 50]
+    assert [len(corpus.splits["train"]["text"][0]), len(corpus.splits["validation"]["text"][0])] == [950, 50]
 
 
 def test_too_little_for_two_splits(jsonl: Write) -> None:
@@ -485,10 +487,10 @@ def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> No
     path = jsonl({"text": "only"})
     other = jsonl({"text": "v1"}, {"text": " "}, {"text": "v2"}, name="other/held.jsonl")
     corpus = load(path, validation_dataset=other)
-    assert corpus.train["text"][:] == ["only"]
-    assert corpus.validation["text"][:] == ["v1", "v2"]
+    assert corpus.splits["train"]["text"][:] == ["only"]
+    assert corpus.splits["validation"]["text"][:] == ["v1", "v2"]
     assert corpus.notes == (f"skipped 1 empty document of {other}, the first {other}:2: empty document",)
-    assert load(path, validation_dataset=str(Path(other).parent)).validation["text"][:] == ["v1", "v2"]
+    assert load(path, validation_dataset=str(Path(other).parent)).splits["validation"]["text"][:] == ["v1", "v2"]
     missing = tmp_path / "gone.jsonl"
     assert message(path, validation_dataset=str(missing)) == f"--validation_dataset {missing}: no such file or folder."
 
@@ -507,7 +509,7 @@ def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
         "b/x.md",
         "c.py",
     }
-    assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
+    assert corpus.splits["train"]["source"][:] == sorted(corpus.splits["train"]["source"][:])
     assert corpus.notes[0] == f"{tmp_path}: ignored 1 other file, read 4"
 
 
@@ -527,7 +529,11 @@ def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: s
         jsonl({"text": split}, name=f"in/{pattern.format(split)}")
     jsonl({"text": "neither"}, name="in/other.jsonl")
     corpus = load(tmp_path / "in")
-    assert [corpus.train["text"][:], corpus.validation["text"][:], corpus.test["text"][:]] == [
+    assert [
+        corpus.splits["train"]["text"][:],
+        corpus.splits["validation"]["text"][:],
+        corpus.splits["test"]["text"][:],
+    ] == [
         ["train"],
         [validation],
         ["test"],
@@ -551,7 +557,7 @@ def test_split_names_are_words_of_a_file_name(jsonl: Write, tmp_path: Path, name
         content = "text" if name.endswith(".csv") else ""
         jsonl(*filter(None, [content]), name if not name.endswith(".jsonl") else {"text": name}, name=f"in/{name}")
     corpus = load(tmp_path / "in")
-    splits = (corpus.train, corpus.validation, corpus.test)
+    splits = (corpus.splits["train"], corpus.splits["validation"], corpus.splits["test"])
     assert [[text.strip() for text in split["text"][:]] for split in splits] == [[name] for name in names]
     assert corpus.notes == ()
 
@@ -560,8 +566,8 @@ def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, t
     for name in ("src/a", "src/b", "test/c", "latest", "development", "retrained", "dev"):
         jsonl({"text": name}, name=f"in/{name}.jsonl")
     corpus = load(tmp_path / "in")
-    assert corpus.train["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
-    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["dev"], ["test/c"]]
+    assert corpus.splits["train"]["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
+    assert [corpus.splits["validation"]["text"][:], corpus.splits["test"]["text"][:]] == [["dev"], ["test/c"]]
 
 
 def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:
@@ -576,10 +582,10 @@ def test_a_folder_to_validate_on(jsonl: Write, tmp_path: Path) -> None:
     for name in ("train", "test_1", "test_2"):
         jsonl({"text": name}, name=f"in/{name}.jsonl")
     corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
-    assert (sorted(corpus.validation["text"][:]), corpus.notes) == (["test_1", "test_2", "train"], ())
+    assert (sorted(corpus.splits["validation"]["text"][:]), corpus.notes) == (["test_1", "test_2", "train"], ())
     jsonl({"text": "validation"}, name="in/valid.jsonl")
     corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
-    assert corpus.validation["text"][:] == ["validation"]
+    assert corpus.splits["validation"]["text"][:] == ["validation"]
 
 
 def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
@@ -587,7 +593,7 @@ def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     corpus = load(tmp_path)
     assert texts(corpus) == {"test-pits.txt", "train-stations.txt", "bridges.txt"}
-    assert corpus.test is None
+    assert "test" not in corpus.splits
 
 
 def test_an_empty_split_is_an_error(jsonl: Write, tmp_path: Path) -> None:
@@ -600,7 +606,10 @@ def test_file_names_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
     for name in ("a\nerror: b\x1b[31m.jsonl", "c.jsonl", "d.txt"):
         (tmp_path / name).write_text('{"text": "x"}\n{\n')
     corpus = load(tmp_path, on_bad_record="skip")
-    named = [*corpus.notes, *(d["source"] for split in (corpus.train, corpus.validation) for d in split)]
+    named = [
+        *corpus.notes,
+        *(d["source"] for split in (corpus.splits["train"], corpus.splits["validation"]) for d in split),
+    ]
     assert not {"\n", "\x1b"} & set("".join(named))
     assert any("a\\nerror: b\\x1b[31m.jsonl" in text for text in named)
     assert f"{tmp_path}: ignored 1 other file, read 2" in corpus.notes
@@ -662,9 +671,9 @@ def test_a_saved_dataset_dict(tmp_path: Path) -> None:
     whole = whole.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
     whole.save_to_disk(tmp_path / "s")
     corpus = load(tmp_path / "s", labelled=True)
-    assert corpus.train["label"][:] == ["no", "yes", "no"]
-    assert [len(corpus.validation), len(corpus.test)] == [1, 2]
-    assert set(corpus.train.column_names) == {"text", "label"}
+    assert corpus.splits["train"]["label"][:] == ["no", "yes", "no"]
+    assert [len(corpus.splits["validation"]), len(corpus.splits["test"])] == [1, 2]
+    assert set(corpus.splits["train"].column_names) == {"text", "label"}
     assert sorted(p.name for p in (tmp_path / "s" / "train").iterdir()) == [
         "data-00000-of-00001.arrow",
         "dataset_info.json",
@@ -680,14 +689,14 @@ def test_a_saved_dataset_that_changes_is_known_as_another(tmp_path: Path) -> Non
         dataset.save_to_disk(tmp_path / "s")
         corpus = load(tmp_path / "s", validation_fraction=0.3)
         assert texts(corpus) == {f"{text} {i}" for i in range(3)}
-        known.append((corpus.train._fingerprint, corpus.validation._fingerprint))
+        known.append((corpus.splits["train"]._fingerprint, corpus.splits["validation"]._fingerprint))
     assert known[0] == known[1] and not set(known[1]) & set(known[2])
 
 
 def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
     saved(x=[{"text": f"t{i}"} for i in range(10)])["x"].save_to_disk(tmp_path / "s")
     assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
-    assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).validation.num_rows == 10
+    assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).splits["validation"].num_rows == 10
     assert "no column 'body'; the columns are text" in message(tmp_path / "s", text_column="body")
 
 
@@ -704,14 +713,14 @@ def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
         tmp_path / "s", dataset_split="a", validation_split="c", validation_dataset=str(tmp_path / "s")
     )
     corpus = load(tmp_path / "s", dataset_split="a", validation_split="b")
-    assert corpus.validation["text"][:] == ["y"]
+    assert corpus.splits["validation"]["text"][:] == ["y"]
 
 
 def test_a_hidden_test_split_is_left_out(tmp_path: Path) -> None:
     whole = saved(train=[{"text": "x", "label": 0}, {"text": "y", "label": 0}], test=[{"text": "z", "label": -1}])
     whole.cast_column("label", datasets.ClassLabel(names=["no", "yes"])).save_to_disk(tmp_path / "s")
     corpus = load(tmp_path / "s", labelled=True)
-    assert corpus.test is None
+    assert "test" not in corpus.splits
     assert corpus.notes[0].startswith("left out the test split:")
 
 
@@ -741,8 +750,8 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
     second = load(path, on_bad_record="skip")
     assert reads == ["data.jsonl"]
     assert first.notes == second.notes
-    assert first.train["text"][:] == second.train["text"][:]
-    assert first.train._fingerprint == second.train._fingerprint
+    assert first.splits["train"]["text"][:] == second.splits["train"]["text"][:]
+    assert first.splits["train"]._fingerprint == second.splits["train"]._fingerprint
     jsonl({"text": "a"}, {"text": "c"})
     assert texts(load(path)) == {"a", "c"}
     assert len(reads) == 2
@@ -787,7 +796,7 @@ def test_cached_rows_that_are_damaged_are_read_again(jsonl: Write, tmp_path: Pat
 
     def found() -> list[list[str]]:
         corpus = load(path)
-        return [corpus.train["text"][:], corpus.validation["text"][:]]
+        return [corpus.splits["train"]["text"][:], corpus.splits["validation"]["text"][:]]
 
     known = found()
     files = list(cache.rglob("rows-*.arrow"))

@@ -49,19 +49,19 @@ def test_which_files_are_read(library: Path) -> None:
         },
     )
     corpus = load("stdlib", validation_fraction=0.25)
-    sources = corpus.train["source"][:] + corpus.validation["source"][:]
+    sources = corpus.splits["train"]["source"][:] + corpus.splits["validation"]["source"][:]
     assert sorted(sources) == ["a.txt", "pkg/b.rst", "pkg/c.html", "pkg/copy.py"]
-    assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
-    assert len(corpus.validation) == 1
+    assert corpus.splits["train"]["source"][:] == sorted(corpus.splits["train"]["source"][:])
+    assert len(corpus.splits["validation"]) == 1
     assert corpus.notes[0].startswith("stdlib: 4 of 7 files of Python 3.")
 
 
 def test_this_pythons_library() -> None:
     first, second = load("stdlib", max_train_samples=200), load("stdlib", max_train_samples=200)
-    assert first.train["text"][:] == second.train["text"][:]
-    assert first.validation["source"][:] == second.validation["source"][:]
-    assert set(first.validation["text"]).isdisjoint(first.train["text"])
-    document = first.train[3]
+    assert first.splits["train"]["text"][:] == second.splits["train"]["text"][:]
+    assert first.splits["validation"]["source"][:] == second.splits["validation"]["source"][:]
+    assert set(first.splits["validation"]["text"]).isdisjoint(first.splits["train"]["text"])
+    document = first.splits["train"][3]
     assert document["text"] == (LIBRARY / document["source"]).read_text(encoding="utf-8")
 
 

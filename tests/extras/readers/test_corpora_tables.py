@@ -60,35 +60,35 @@ def test_splits_columns_and_rows(named: Path) -> None:
     write(named, "validation", [{"body": "v", "y": "c0", "id": 9}])
     write(named, "test", [{"body": "z", "y": "c1", "id": 10}])
     corpus = load(True, text_column="body", label_column="y")
-    assert corpus.train[1] == {"text": "t1", "label": "c1"}
-    assert corpus.validation[:] == {"text": ["v"], "label": ["c0"]}
-    assert corpus.test["text"][:] == ["z"]
+    assert corpus.splits["train"][1] == {"text": "t1", "label": "c1"}
+    assert corpus.splits["validation"][:] == {"text": ["v"], "label": ["c0"]}
+    assert corpus.splits["test"]["text"][:] == ["z"]
     assert corpus.name == "user/name"
-    assert load(text_column="body").train.column_names == ["text"]
+    assert load(text_column="body").splits["train"].column_names == ["text"]
 
 
 def test_a_second_call_is_known_as_the_same_and_nothing_is_copied(named: Path) -> None:
     write(named, "train", [{"text": f"t{i}"} for i in range(4)])
     first, second = load(), load()
-    assert first.train._fingerprint == second.train._fingerprint
+    assert first.splits["train"]._fingerprint == second.splits["train"]._fingerprint
     assert not list(Path(datasets.config.HF_DATASETS_CACHE).rglob("rows-*"))
 
 
 def test_without_a_validation_split_some_is_held_out(named: Path) -> None:
     write(named, "train", [{"text": f"t{i:02}"} for i in range(40)])
     corpus = load(max_train_samples=5)
-    assert [len(corpus.train), len(corpus.validation)] == [5, 2]
-    assert set(corpus.train["text"]).isdisjoint(corpus.validation["text"])
+    assert [len(corpus.splits["train"]), len(corpus.splits["validation"])] == [5, 2]
+    assert set(corpus.splits["train"]["text"]).isdisjoint(corpus.splits["validation"]["text"])
     sliced = load(dataset_split="train[:10]", validation_split="train[10:13]")
-    assert sliced.train["text"][:] == [f"t{i:02}" for i in range(10)]
-    assert sliced.validation["text"][:] == ["t10", "t11", "t12"]
+    assert sliced.splits["train"]["text"][:] == [f"t{i:02}" for i in range(10)]
+    assert sliced.splits["validation"]["text"][:] == ["t10", "t11", "t12"]
 
 
 def test_validation_dataset_overrides(named: Path, tmp_path: Path) -> None:
     write(named, "train", [{"text": "t"}])
     write(named, "validation", [{"text": "v"}])
     (tmp_path / "own.txt").write_text("mine")
-    assert load(validation_dataset=str(tmp_path / "own.txt")).validation["text"][:] == ["mine"]
+    assert load(validation_dataset=str(tmp_path / "own.txt")).splits["validation"]["text"][:] == ["mine"]
 
 
 def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
@@ -97,7 +97,10 @@ def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
     train.to_parquet(named / "train.parquet")
     assert "user/name[train], row 2: no label. Correct it" in message(True)
     corpus = load(True, on_bad_record="skip")
-    assert {d["label"] for split in (corpus.train, corpus.validation) for d in split} == {"no", "yes"}
+    assert {d["label"] for split in (corpus.splits["train"], corpus.splits["validation"]) for d in split} == {
+        "no",
+        "yes",
+    }
 
 
 def test_bad_and_empty_records(named: Path) -> None:

@@ -43,7 +43,10 @@ def test_a_task_with_labels_needs_them_from_the_function_too(tmp_path: Path) -> 
     with pytest.raises(UserError, match="the train split has no column 'label'"):
         returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b']})", labelled=True)
     assert (
-        returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b', 'c'], 'label': [0, 1, 0]})", True).train.num_rows == 2
+        returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b', 'c'], 'label': [0, 1, 0]})", True)
+        .splits["train"]
+        .num_rows
+        == 2
     )
 
 
@@ -51,14 +54,17 @@ def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
     features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
     split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': [1, 0]}}, features={features})"
     found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}", labelled=True)
-    assert (found.train["label"][:], found.validation["label"][:]) == (["spam", "ham"], ["spam", "ham"])
-    assert found.train["text"][:] == ["a", "b"] and found.notes == ()
+    assert (found.splits["train"]["label"][:], found.splits["validation"]["label"][:]) == (
+        ["spam", "ham"],
+        ["spam", "ham"],
+    )
+    assert found.splits["train"]["text"][:] == ["a", "b"] and found.notes == ()
 
 
 def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:
     split = "Dataset.from_dict({'text': ['a', '', 'b', ' \\n'], 'extra': [1, 2, 3, 4]})"
     found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}")
-    assert found.train["text"][:] == ["a", "b"] and found.train["extra"][:] == [1, 3]
+    assert found.splits["train"]["text"][:] == ["a", "b"] and found.splits["train"]["extra"][:] == [1, 3]
     assert found.notes[0].startswith("skipped 2 empty documents of dataset ")
     assert found.notes[0].endswith("the train split, row 1: empty document")
 
@@ -72,9 +78,9 @@ def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | Non
     body = f"datasets.load_from_disk({str(tmp_path / 'saved')!r}).with_format({form!r})"
     found: Any
     for found in (corpus_of(stored, config), returned(tmp_path, body, labelled=True)):
-        assert (len(found.train), len(found.validation)) == (19, 1)
-        assert sorted([*found.train["text"][:], *found.validation["text"][:]]) == sorted(texts)
-        assert set(found.train["label"]) == {0, 1}
+        assert (len(found.splits["train"]), len(found.splits["validation"])) == (19, 1)
+        assert sorted([*found.splits["train"]["text"][:], *found.splits["validation"]["text"][:]]) == sorted(texts)
+        assert set(found.splits["train"]["label"]) == {0, 1}
 
 
 def test_every_label_of_a_function_keeps_a_document_to_train_on(tmp_path: Path) -> None:
@@ -83,7 +89,9 @@ def test_every_label_of_a_function_keeps_a_document_to_train_on(tmp_path: Path) 
         labels = ["rare" if row == rare else "usual" for row in range(20)]
         body = f"Dataset.from_dict({{'text': [str(row) for row in range(20)], 'label': {labels!r}}})"
         found = returned(tmp_path, body, labelled=True)
-        assert set(found.train["label"]) == {"rare", "usual"} and found.validation["label"][:] == ["usual"]
+        assert set(found.splits["train"]["label"]) == {"rare", "usual"} and found.splits["validation"]["label"][:] == [
+            "usual"
+        ]
         assert found.notes == ("held out 1 of 20 documents for validation",)
 
 
@@ -91,7 +99,10 @@ def test_a_single_document_of_a_function_is_cut_in_two(tmp_path: Path) -> None:
     """As that of a file is."""
     text = "one line of a hundred\n" * 100
     found = returned(tmp_path, f"Dataset.from_dict({{'text': [{text!r}]}})")
-    assert found.train["text"][0] + found.validation["text"][0] == text and len(found.validation["text"][0]) == 110
+    assert (
+        found.splits["train"]["text"][0] + found.splits["validation"]["text"][0] == text
+        and len(found.splits["validation"]["text"][0]) == 110
+    )
     with pytest.raises(UserError, match=r"one document, too short to be split in two\. Add text, or a"):
         returned(tmp_path, "Dataset.from_dict({'text': ['a']})")
 

@@ -51,8 +51,8 @@ def prepared(task: str, metric: str, classes: int = 3) -> tuple[Extra, Any, Any]
     """The extra, before the first step of a run that asks for ``metric``."""
     config, extra = Config().changed(task=task, metrics=(metric,)), Extra()
     split, names = datasets.Dataset.from_dict({"length": [4]}), tuple("abcdef"[:classes])
-    examples = SimpleNamespace(validation=split, label_names=names)
-    data: Any = SimpleNamespace(task=load_task(task)(config), examples=examples)
+    examples = {"validation": split}
+    data: Any = SimpleNamespace(task=load_task(task)(config), examples=examples, label_names=names)
     run = run_for(config)
     assert extra.change_data(run, data) is data
     extra.prepared(run, data, data)
@@ -95,7 +95,7 @@ def test_a_further_metric_gets_predictions_and_references_by_their_names(monkeyp
     monkeypatch.setattr("evaluate.load", lambda *_, **__: Sided())
     config = Config().changed(task="sequence_classification", metrics=["sided"])
     selection, run = Extra(), cast("Any", SimpleNamespace(config=config))
-    data: Any = SimpleNamespace(task=SimpleNamespace(labelled=True), examples=SimpleNamespace(label_names=("a", "b")))
+    data: Any = SimpleNamespace(task=SimpleNamespace(labelled=True), label_names=("a", "b"))
     selection.change_data(run, data)
     table = np.array([[0, 0.5, 1, 1, 1, 0], [1, 0.5, 1, 0, 0, 0]], dtype=float)
     assert selection.metrics(run, data, "test", table) == {"predicted": [1, 0], "right": [0, 0]}

@@ -24,8 +24,8 @@ def _known_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(**changes: Any) -> tuple[Extra, Run]:
     config, extra = Config().changed(**changes), Extra()
     split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
-    examples = SimpleNamespace(validation=split, label_names=("a", "b"))
-    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), examples=examples)
+    task, names = load_task(config.data.task)(config), ("a", "b")
+    data: Any = SimpleNamespace(task=task, examples={"validation": split}, label_names=names)
     unused: Any = None
     extra.prepared(run := run_for(config), data, unused)
     return extra, run
@@ -60,7 +60,7 @@ def test_an_error_of_a_tasks_own_is_better_the_smaller_it_is() -> None:
         default_metric = "mean_absolute_error"
 
     extra, run = Extra(), run_for(Config())
-    data: Any = SimpleNamespace(task=Task(run.config), examples=SimpleNamespace(validation=None))
+    data: Any = SimpleNamespace(task=Task(run.config), examples={"validation": None})
     extra.prepared(run, data, data)
     progress = Progress()
     for step, value in enumerate((0.5, 0.3, 0.4)):

@@ -85,8 +85,8 @@ class Extra(extras.Extra):
         from train.extras.checks.documents import describe
         from train.extras.digests import examples_digest
 
-        self._data = examples_digest(data.examples.train)
-        if len(set(exchange((self._data, examples_digest(data.examples.validation))))) > 1:
+        self._data = examples_digest(data.examples["train"])
+        if len(set(exchange((self._data, examples_digest(data.examples["validation"]))))) > 1:
             raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
 

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-from datasets import Dataset
 
 from train.config import Config
 from train.data import PreparedData
@@ -21,16 +20,15 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
 
     Raises UserError for them otherwise, and for a training split of fewer than two labels.
     """
-    labels = set(corpus.train["label"])
+    labels = set(corpus.splits["train"]["label"])
     if len(labels) < 2:
         raise UserError(
             f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
             f"{task.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
             "--label_column?"
         )
-    names, splits, notes = task.label_names(corpus), dict[str, Dataset](), list(corpus.notes)
-    given = {split: getattr(corpus, split) for split in ("train", "validation", "test")}
-    for split, documents in ((split, documents) for split, documents in given.items() if documents is not None):
+    names, splits, notes = task.label_names(corpus), dict(corpus.splits), list(corpus.notes)
+    for split, documents in corpus.splits.items():
         is_known = [number is not None for number in task.classes_of(documents["label"], names)]
         if not all(is_known):
             first = documents[number := is_known.index(False)]
@@ -44,12 +42,12 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
                 )
             notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
             splits[split] = documents.select(np.flatnonzero(is_known))
-    return replace(corpus, **splits, notes=tuple(notes))
+    return replace(corpus, splits=splits, notes=tuple(notes))
 
 
 def describe(data: PreparedData, config: Config) -> list[str]:
     """Lines about the classes, and how much of the text was cut."""
-    names, train = data.examples.label_names, data.examples.train
+    names, train = data.label_names, data.examples["train"]
     lines = [f"{len(names)} classes: {', '.join(names[:20])}"] if names else []
     alike = Counter(" ".join(name.casefold().split()) for name in names)
     if same := [repr(name) for name in names if alike[" ".join(name.casefold().split())] > 1]:

@@ -77,7 +77,7 @@ class Extra(extras.Extra):
             return data
         from train.extras.long_sequences.packing import packed
 
-        return packed(data, run.config.data.max_length)
+        return packed(run, data)
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:

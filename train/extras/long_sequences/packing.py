@@ -22,26 +22,24 @@ from train.extras.cache import generated
 from train.extras.digests import examples_digest
 from train.extras.long_sequences.documents import Documents
 from train.figures import several
-from train.records import IGNORE, MicroBatch, column
+from train.records import IGNORE, MicroBatch, Run, column
 from train.tasks import pad
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
 
 
-def packed(data: PreparedData, max_length: int) -> PreparedData:
+def packed(run: Run, data: PreparedData) -> PreparedData:
     """``data`` with all splits in rows of at most ``max_length`` tokens, and the ``collate`` for them."""
-    splits: dict[str, Any] = {}
-    notes = list(data.examples.notes)
-    for name in ("train", "validation", "test"):
-        if (split := getattr(data.examples, name)) is not None:
-            rows = splits[name] = pack_split(split, max_length)
-            empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
-            size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
-            notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
+    max_length = run.config.data.max_length
+    splits = {name: pack_split(split, max_length) for name, split in data.examples.items()}
+    for name, rows in splits.items():
+        empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
+        size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
+        made = f"{several(len(data.examples[name]), f'{name} example')} in {size}, {empty:.1%} empty"
+        run.outputs.note(f"packing: {made}")
     pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
     collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
-    examples = replace(data.examples, **splits, notes=tuple(notes))
-    return replace(data, examples=examples, loading=replace(data.loading, collate=collate))
+    return replace(data, examples=splits, loading=replace(data.loading, collate=collate))
 
 
 # Which examples share a row

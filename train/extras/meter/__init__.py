@@ -54,7 +54,7 @@ class Extra(extras.Extra):
         if own.measure_memory and device.type in meter_of:
             from train.extras.meter.tracker import num_classes_of
 
-            names, model = parts.data.examples.label_names, parts.state.model
+            names, model = parts.data.label_names, parts.state.model
             classes = num_classes_of(model, len(names), len(parts.data.tokenizer))
             kind = resolve_name(f"train.extras.meter.{meter_of[device.type]}")
             self.meter = kind(device, model, parts.optimizer.optimizer, classes, run.outputs.say)

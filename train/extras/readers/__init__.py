@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,6 +132,7 @@ class Extra(extras.Extra):
         return partial(intact, cache, partial(make, cache_file_name=f"{cache}.arrow"))
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        from train.extras.readers.own_tokenizers import unknown_share
+        from train.extras.readers.own_tokenizers import warnings_of_unknown
 
-        return replace(data, examples=unknown_share(data.examples, data.tokenizer))
+        run.outputs.note(*warnings_of_unknown(data.examples, data.tokenizer))
+        return data

@@ -21,7 +21,7 @@ from train.data import call_function, corpus_of
 from train.extras.readers import Source, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
-from train.records import Corpus, UserError
+from train.records import SPLITS, Corpus, UserError
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
@@ -43,9 +43,9 @@ def load_corpus(data: Source) -> Corpus:
         splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
-    train = _limit(splits["train"], data.max_train_samples)
-    validation = _limit(splits["validation"], data.max_eval_samples)
-    return Corpus(data.dataset, train, validation, splits.get("test"), tuple(data.notes))
+    splits["train"] = _limit(splits["train"], data.max_train_samples)
+    splits["validation"] = _limit(splits["validation"], data.max_eval_samples)
+    return Corpus(data.dataset, {name: splits[name] for name in SPLITS if name in splits}, tuple(data.notes))
 
 
 def _load(data: Source) -> dict[str, Dataset]:
@@ -77,7 +77,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
             f"{name} returned {type(found).__name__}: return a 🤗 Dataset, or a dict of them with the keys train, "
             "validation, test. Dataset.from_list(rows) makes one."
         )
-    if unknown := splits.keys() - {"train", "validation", "test"}:
+    if unknown := splits.keys() - set(SPLITS):
         raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
     for split, documents in splits.items():
         if documents.format["type"] == "custom":

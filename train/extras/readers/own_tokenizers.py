@@ -5,21 +5,20 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import config
+from datasets import Dataset, config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from train.figures import write_whole
-from train.records import Corpus, Examples, Run, UserError
+from train.records import Corpus, Run, UserError
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
 MARKS = (END, PAD, MASK)
@@ -38,7 +37,7 @@ def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBas
     """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
     if spec == "bytes":
         return build_tokenizer(spec, ())
-    documents: Any = corpus.train
+    documents: Any = corpus.splits["train"]
     recipe = f"{documents._fingerprint} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
     kept = Path(config.HF_DATASETS_CACHE, f"tokenizer-{_digest(recipe)[:32]}.json")
     known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else None
@@ -112,18 +111,17 @@ def ids_of_bytes(text: str) -> list[int]:
     return ids
 
 
-def unknown_share(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """``examples`` with a warning if many tokens of a split are unknown, by a thousand examples of each."""
-    notes, unknown = list(examples.notes), tokenizer.unk_token_id
+def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """A line for each split of which many tokens are unknown, by a thousand examples of each."""
+    unknown = tokenizer.unk_token_id
     if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        return examples  # GPT-2's unknown is its end
-    for name, split in (("training", examples.train), ("validation", examples.validation)):
+        return  # GPT-2's unknown is its end
+    for name, split in examples.items():
         if "tokens" in split.column_names:
             some: Any = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
             if (share := np.mean(np.concatenate(some["tokens"][:]) == unknown)) > MOST_UNKNOWN:
                 remedy = "Take another tokenizer, such as bytes or train:8192"
-                notes.append(f"WARNING: {share:.1%} of the tokens for {name} are unknown. {remedy}")
-    return replace(examples, notes=tuple(notes))
+                yield f"WARNING: {share:.1%} of the tokens for {name} are unknown. {remedy}"
 
 
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:

@@ -116,7 +116,7 @@ def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
     return {
         "task": parts.data.task.name,
         "dataset": parts.data.corpus.name,
-        "label_names": list(parts.data.examples.label_names),
+        "label_names": list(parts.data.label_names),
         "model": config.architecture.name,
         "num_parameters": parts.sizes[1],
         "num_trained_parameters": parts.sizes[0],
@@ -170,7 +170,7 @@ def _sample(run: Run, parts: Parts) -> str | None:
     data, model = parts.data, parts.state.model
     try:
         with run.accelerator.autocast(), uncompiled(model):
-            written = sample(run, data.task, model, data.tokenizer, data.corpus.validation[0]["text"])
+            written = sample(run, data.task, model, data.tokenizer, data.corpus.splits["validation"][0]["text"])
             return written and without_secrets(written)
     except Exception as error:  # of whatever model a person brings
         run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")

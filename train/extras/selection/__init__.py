@@ -51,7 +51,7 @@ class Extra(extras.Extra):
         names = run.config.of(Options).metrics
         if names and not data.task.labelled:
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
-        self._further = [load_metric(name, len(data.examples.label_names)) for name in names]
+        self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
@@ -64,7 +64,7 @@ class Extra(extras.Extra):
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
-        self._data = examples_digest(examples.validation)
+        self._data = examples_digest(examples["validation"])
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
             known = run.outputs.earlier_summary.get("result", {}).get("validation", {})
             if known.get("data", self._data) != self._data:  # a run that is done is evaluated again, on these
@@ -73,7 +73,7 @@ class Extra(extras.Extra):
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
-                found = data.task.metrics(one, examples.validation, examples.label_names)
+                found = data.task.metrics(one, examples["validation"], data.label_names)
                 found |= self.metrics(run, data, "validation", one)
                 self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
