@@ -111,7 +111,7 @@ class Recorder:
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
         run, selection = run_for(self.config, self.accelerator, self.launch), Selection()
-        task = SimpleNamespace(default_metric="accuracy")
+        task = SimpleNamespace(default_metric="accuracy", greater_is_better=None)
         data: Any = SimpleNamespace(task=task, examples={"validation": None})
         with patch("train.extras.digests.examples_digest", return_value="abc"):
             selection.prepared(run, data, cast("Any", self.batches))

@@ -174,6 +174,24 @@ def test_a_balancing_loss_of_a_model_without_a_configuration_counts(as_dict: boo
     assert loss.item() == pytest.approx(3 * (torch.log(torch.tensor(4.0)).item() + 0.5))
 
 
+class Llama(transformers.LlamaForCausalLM):
+    """A transformers model with a loss of its own, which its configuration knows nothing of."""
+
+    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = super().forward(input_ids=input_ids, **more)  # pyright: ignore
+        return {"logits": found.logits, "aux_loss": 0.5 * self.lm_head.weight.new_ones(())}
+
+
+def test_an_auxiliary_loss_of_a_changed_transformers_model_counts() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 300, "num_key_value_heads": 1, **SIZES}
+    model = Llama(transformers.LlamaConfig(**sizes))
+    ids = torch.arange(3, 9).unsqueeze(0)
+    with torch.no_grad():
+        found, logits = ModelWithLoss(model)({"input_ids": ids}, ids), model(ids)["logits"]
+    assert found.item() == pytest.approx(cross_entropy_sum(logits, ids).item() + 6 * 0.5, rel=1e-6)
+
+
 def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:
     """As docs/loop.md says: a causal batch has no mask by which transformers would leave it out."""
     torch.manual_seed(0)

@@ -57,15 +57,16 @@ def logits_of(output: Any) -> Any:
 def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
     """``loss_sum`` and, for each target, the load balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4).
 
-    As in transformers, a model computes it where its configuration has ``output_router_logits: true``.
+    As in transformers, a model computes it where its configuration has ``output_router_logits: true``. One that has
+    no weight for it, such as a model of one's own, has applied that.
     """
-    balance, weight = output.get("aux_loss") if isinstance(output, dict) else getattr(output, "aux_loss", None), 1.0
+    balance = output.get("aux_loss") if isinstance(output, dict) else getattr(output, "aux_loss", None)
     if balance is None:
         return loss_sum
-    if isinstance(getattr(model, "config", None), PretrainedConfig):  # any other model applies the weight itself
-        config = model.config.get_text_config()
-        weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
-    return loss_sum + weight * balance * (labels != IGNORE).sum()
+    config = model.config.get_text_config() if isinstance(getattr(model, "config", None), PretrainedConfig) else None
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    weights = [w for owner in (model, config) for name in names if (w := getattr(owner, name, None)) is not None]
+    return loss_sum + (weights or [1.0])[0] * balance * (labels != IGNORE).sum()
 
 
 def build_model(

@@ -72,7 +72,9 @@ class Crashes:
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
         examples = {"validation": None}
-        made: Any = SimpleNamespace(task=SimpleNamespace(default_metric="loss"), examples=examples)
+        made: Any = SimpleNamespace(
+            task=SimpleNamespace(default_metric="loss", greater_is_better=None), examples=examples
+        )
         self.selection = Extra()
         with patch("train.extras.digests.examples_digest", return_value=data):
             self.selection.prepared(run_for(self.config, self.accelerator), made, made)

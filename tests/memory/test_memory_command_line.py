@@ -71,6 +71,9 @@ def test_classes_and_padding() -> None:
     words = ["--device", "l4", *MODEL, "--task", "sequence_classification"]
     assert read_request("predict", words).question.num_labels == 2
     assert read_request("predict", [*words, "--num_labels", "7"]).question.num_labels == 7
+    plain = [word.replace("sequence_classification", "causal_lm") for word in words]
+    assert read_request("predict", plain).question.num_labels == 0
+    assert read_request("predict", [*plain, "--num_labels", "7"]).question.num_labels == 7  # of a task that tags tokens
 
 
 @pytest.mark.parametrize(

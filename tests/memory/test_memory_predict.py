@@ -554,3 +554,21 @@ def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> N
         predicted("liger", Target("cuda", (7, 5)), "fp16")
     with pytest.raises(UserError, match=r"loss: cce .*only on CUDA devices"):
         predictor.predict(job(loss="cce"))
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "label_shape", "expected"),
+    [
+        (0, None, (2, 16)),
+        (4, None, (2,)),
+        (4, (-1,), (2, 16)),  # a tag for each token
+        (4, (4,), (2, 4)),  # several classes at once
+    ],
+)
+def test_a_batch_has_labels_of_the_shape_that_the_data_has(
+    num_labels: int, label_shape: tuple[int, ...] | None, expected: tuple[int, ...]
+) -> None:
+    job = Job({}, Target("cpu"), "causal_lm", 300, 2, 16, num_labels=num_labels, label_shape=label_shape)
+    batch = random_batch(job, 2)
+    assert tuple(batch.labels.shape) == expected and batch.num_targets == batch.labels.numel()
+    assert batch.labels.ge(0).all() and batch.labels.lt(num_labels or 300).all()

@@ -139,6 +139,12 @@ def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callabl
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
+def test_types_of_a_fork_without_the_planner_are_checked(forked: Callable[..., Path], tmp_path: Path) -> None:
+    done = run_in(forked(*WITHOUT[2]), tmp_path, "-m", "basedpyright", "--pythonpath", sys.executable)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "more"),
     [(FORKS[0], []), pytest.param(FORKS[1], ["tests/extras/readers/test_corpora_tables.py"], marks=pytest.mark.slow)],

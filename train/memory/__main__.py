@@ -180,7 +180,7 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     from train.tasks import load_task
 
     device = find_device(request.device) if request.device else this_device()
-    num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
+    num_labels = request.num_labels or (2 if load_task(config.data.task).labelled else 0)
     vocab_size = request.vocab_size or vocabulary_size(config)
     question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
     request.question, request.words, request.open = try_model(question), tuple(words), frozenset(left_open)
@@ -201,7 +201,7 @@ def _own_flags(command: str) -> Parser:
     add("--world_size", metavar="N", type=positive, default=1, help="devices that train together")
     add("--sharding", choices=("ddp", "fsdp2", OFFLOAD), help="how they divide the work")
     add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
-    add("--num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
+    add("--num_labels", metavar="N", type=positive, help="classes of a classifier or tagger; default: 2 of the first")
     add("--json", action="store_true", help="write the answer as JSON")
     parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":

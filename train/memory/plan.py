@@ -212,7 +212,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     problem = None if is_open else search.problems.get(question.asked)
     best = asked if asked is not None and asked.fits else None
     (ways, shardings), *later = question.stages
-    smallest = search.smallest(ways, shardings)
+    smallest = search.smallest(ways, shardings, asked)  # some models cannot take a single example, such as BatchNorm
     while later and best is None and not smallest.fits:
         (ways, shardings), *later = later
         smallest = search.smallest(ways, shardings, smallest)

@@ -50,6 +50,7 @@ class Job:
     num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
     input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
+    label_shape: tuple[int, ...] | None = None  # of an example's labels, -1 for S; None: a class, or one a position
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
@@ -175,7 +176,9 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
         documents = Documents.of(job.documents if fit else ((job.length,),) * size)
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
-    labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
+    of_each = job.label_shape if job.label_shape is not None else () if job.num_labels else (-1,)
+    shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
+    labels = torch.randint(job.num_labels, shape) if job.num_labels else torch.randint(3, high, shape)
     num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()
     labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)

@@ -55,18 +55,20 @@ def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[in
     assert (found, progress.best_of) == (best, best_of)
 
 
-def test_an_error_of_a_tasks_own_is_better_the_smaller_it_is() -> None:
+@pytest.mark.parametrize(("metric", "declared"), [("mean_absolute_error", None), ("brier", False)])
+def test_an_error_of_a_tasks_own_is_better_the_smaller_it_is(metric: str, declared: bool | None) -> None:
     class Task(causal_lm.Task):
-        default_metric = "mean_absolute_error"
+        default_metric, greater_is_better = metric, declared
 
-    extra, run = Extra(), run_for(Config())
+    extra, run = Extra(), run_for(Config().changed(load_best_model_at_end=True, eval_every_steps=1))
     data: Any = SimpleNamespace(task=Task(run.config), examples={"validation": None})
     extra.prepared(run, data, data)
     progress = Progress()
     for step, value in enumerate((0.5, 0.3, 0.4)):
         progress = replace(progress, step=step)
-        progress = extra.evaluated(run, progress, Evaluation("validation", step, {"mean_absolute_error": value}))
+        progress = extra.evaluated(run, progress, Evaluation("validation", step, {metric: value}))
     assert (progress.best_step, progress.best_metric) == (1, 0.3)
+    assert run.outputs.notes == [f"best: the lowest {metric} of the validation split"]
 
 
 def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:

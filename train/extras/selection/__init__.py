@@ -28,7 +28,7 @@ class Options:
 
     metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
-    greater_is_better: bool | None = option(None, "Default: not for losses, errors, perplexity and bits_per_byte.")
+    greater_is_better: bool | None = option(None, "Default: the task's, or not for losses, errors and perplexity.")
     load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
     early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
 
@@ -63,7 +63,12 @@ class Extra(extras.Extra):
         options, examples = run.config.of(Options), data.examples
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
+        if self._metric == data.task.default_metric and data.task.greater_is_better is not None:
+            by_name = data.task.greater_is_better
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
+        if options.load_best_model_at_end or options.early_stopping_patience:
+            best = f"{'highest' if self._grows else 'lowest'} {self._metric}"
+            run.outputs.note(f"best: the {best} of the validation split")
         self._data = examples_digest(examples["validation"])
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
             known = run.outputs.earlier_summary.get("result", {}).get("validation", {})
