@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import datasets
@@ -28,6 +30,13 @@ def examples_digest(examples: datasets.Dataset) -> str:
             values = array.to_numpy(zero_copy_only=False)
             digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
     return digest.hexdigest()[:16]
+
+
+def code_digest(*names: str) -> str:
+    """Of the files of imported modules or, by path, of others; a name that stands for no file counts as it is."""
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
+    parts = [file.read_bytes() if file.is_file() else str(file).encode() for file in files]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

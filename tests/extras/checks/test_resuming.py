@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_tokenizers import tokenizer_of
+from support import causal_data, run_for
 
 from train.config import Config
 from train.extras.checks import Extra
@@ -43,6 +46,24 @@ def test_an_option_of_an_extra_that_was_deleted_counts_as_off(off: Any) -> None:
     compare(FOLDER, IDENTITY, {**IDENTITY, "packing": off}, allow_changes=False)
     with pytest.raises(UserError, match=re.escape("(packing: was ")):
         compare(FOLDER, {**IDENTITY, "packing": True}, {**IDENTITY, "packing": off}, allow_changes=False)
+
+
+def test_code_that_has_changed_is_told_and_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("scale = 1.0\n")
+    (tmp_path / "main.py").write_text("import torch\n")
+    config = Config().changed(model=f"{tmp_path}/my_model.py:build", tokenizer="bytes")
+    run = run_for(config)
+    data = causal_data(config, [4])
+    data = replace(data, tokenizer=tokenizer_of("bytes"))
+    first = Extra().identity(run, data)
+    (tmp_path / "main.py").write_text("import numpy\n")  # no part of it
+    Extra().check_identity(run, FOLDER, Extra().identity(run, data), first)
+    Extra().check_identity(run, FOLDER, first, {name: value for name, value in first.items() if name != "code"})
+    assert run.outputs.notes == []
+    (tmp_path / "my_model.py").write_text("scale = -3.0\n")
+    Extra().check_identity(run, FOLDER, Extra().identity(run, data), first)
+    [line] = run.outputs.notes
+    assert line == "WARNING: code of the task or the model has changed since step-00000001 was written"
 
 
 @pytest.mark.parametrize(("name", "value"), [("optimizer", "sgd"), ("global_batch_size", 4)])

@@ -106,9 +106,10 @@ class Extra(extras.Extra):
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
         from train.batching import arithmetic_of
-        from train.extras.digests import tokenizer_digest
+        from train.extras.digests import code_digest, tokenizer_digest
 
-        values = to_values(run.config)
+        values, own = to_values(run.config), run.config.architecture
+        function = own.name.rpartition(":")[0] if own.is_function else ""
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         return {
             **{name: values[name] for name in same},
@@ -116,12 +117,17 @@ class Extra(extras.Extra):
             "training data": self._data,
             "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
             "mixed_precision": run.accelerator.mixed_precision,
+            "code": code_digest(type(data.task).__module__, function),
         }
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         present = json.loads(json.dumps(dict(own)))
         # An option of an extra that is not here any more counts as switched off.
         changed = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
+        if "code" in changed:  # perhaps only a comment: a person has to know
+            changed.remove("code")
+            if "code" in stored:
+                run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
         if changed and not run.config.of(Options).allow_changes_on_resume:
             lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
             raise UserError(
