@@ -152,7 +152,7 @@ def test_evaluates_saves_and_logs_when_it_is_time() -> None:
     assert run.evaluated == [2, 4, 6, 7]
     assert run.may_stop == [True, True, True, False]  # the run ends with the last one, whatever it is asked
     assert [p.step for p in run.saved] == [2, 3, 6, 7]  # the best, every third, the last
-    assert run.steps_of("train") == [4, 7]
+    assert run.steps_of("train") == [2, 3, 4, 6, 7]  # every fourth, and what is saved
     assert (progress.step, progress.epoch, progress.step_in_epoch) == (7, 2, 1)
     assert (progress.best_step, progress.best_metric) == (2, 0.5)
     assert run.batches.asked == [(0, 0), (1, 0), (2, 0)]
@@ -222,8 +222,8 @@ def outcome(
 
 def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss per target of steps that were made, clipped per step, tokens per second of training: not of evaluating."""
-    clock, settings = Clock(), config(eval_every_steps=1, save_every_steps=1, log_every_steps=2)
-    run = Recorder(settings, accuracies=[0.5, 0.4, 0.3, 0.2, 0.1])
+    clock, settings = Clock(), config(eval_every_steps=2, save_every_steps=2, log_every_steps=2)
+    run = Recorder(settings, accuracies=[0.5, 0.4, 0.3])
     outcomes = [
         outcome(6.0, 3, 5, 8, clipped=True),
         outcome(math.nan, 7, 4, 4, clipped=False, skipped=True),
@@ -265,7 +265,7 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
     assert math.isnan(lines[2]["grad_norm"]) and (lines[4]["grad_norm"], lines[5]["grad_norm"]) == (1.5, 1.5)
     counts = (progress.tokens_seen, progress.positions_seen, progress.nonfinite_steps)
     assert (*counts, progress.consecutive_nonfinite_steps) == (28, 8 + 4 + 4 + 8 + 16, 1, 0)
-    assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 500 + 5000)
+    assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 300 + 3000)
     first, second, third = 2.0, 13 / 6, 2.5
     assert progress.usual_loss == pytest.approx(0.9 * (0.9 * first + 0.1 * second) + 0.1 * third, rel=1e-12)
 
@@ -351,10 +351,10 @@ def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatc
 
 
 def test_the_last_steps_of_a_run_that_ends_early_are_logged() -> None:
-    settings = config(eval_every_steps=1, log_every_steps=4).changed(early_stopping_patience=1)
-    run = Recorder(settings, accuracies=[0.5, 0.6, 0.7, 0.8, 0.9, 0.8])
+    settings = config(eval_every_steps=2, log_every_steps=4).changed(early_stopping_patience=1)
+    run = Recorder(settings, accuracies=[0.5, 0.6, 0.5])
     assert run.fit(9).step == 6
-    assert run.steps_of("train") == [4, 6]
+    assert run.steps_of("train") == [2, 4, 6]
 
 
 def break_gradients(run: Recorder, steps: set[int]) -> None:

@@ -63,21 +63,23 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             if outcome.skipped:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
 
-            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
+            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. What is
+            # saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
             # Afterwards it logs and saves again only if the evaluation ended the run or found a new best.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
-            if (ends := is_last or stops) or is_due(output.log_every_steps, progress):
+            saves = (ends := is_last or stops) or is_due(output.save_every_steps, progress)
+            if saves or is_due(output.log_every_steps, progress):
                 progress, since = log(run, progress, since, of_step), []
-            if ends or is_due(output.save_every_steps, progress):
+            if saves:
                 run.outputs.save(run, parts.state, progress, wait=ends)
                 saved = progress.step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
-            if ((done := is_done(run, total_steps, progress)) or stops) and since:
-                progress, since = log(run, progress, since, of_step), []
+            done = is_done(run, total_steps, progress)
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
+                progress, since = log(run, progress, since, of_step) if since else progress, []
                 run.outputs.save(run, parts.state, progress, wait=done or stops)
                 saved = progress.step
             started = time.perf_counter()  # evaluating and saving do not count as training

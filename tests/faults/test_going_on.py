@@ -174,12 +174,16 @@ def test_lines_of_the_log_of_a_run_that_was_cut(tmp_path: Path, how: str) -> Non
     names = ("step", "loss", "clipped_share", "padding_share", "tokens_seen")
     lines = [[{name: row[name] for name in names} for row in rows(tmp_path / n, "train")] for n in ("whole", "run")]
     whole, cut = ({line["step"]: line for line in found} for found in lines)
-    # A run that is asked to stop writes a line for the steps so far; one that is killed repeats those since step 3.
-    assert list(cut) == ([4, 8, 12] if how == "killed" else [4, 7, 8, 12])
-    assert {step: line["tokens_seen"] for step, line in cut.items() if step in whole} == {
-        step: line["tokens_seen"] for step, line in whole.items()
-    }
-    assert cut[12] == whole[12] and (how != "killed" or cut[8] == whole[8])
+    assert list(whole) == [3, 4, 6, 8, 9, 12]  # what is saved is logged first
+    if how == "killed":
+        assert cut == whole
+        last = steps_of(tmp_path / "whole")[-1]
+        usual = [progress_at(tmp_path / name, last)["usual_loss"] for name in ("whole", "run")]
+        assert usual[0] == usual[1] is not None
+    else:  # it writes a line for the steps so far, and the next is of fewer
+        assert list(cut) == [3, 4, 6, 7, 8, 9, 12]
+        assert {step: cut[step] for step in whole if step != 8} == {step: whole[step] for step in whole if step != 8}
+        assert cut[8]["tokens_seen"] == whole[8]["tokens_seen"]
     assert summary(tmp_path / "run")["training_seconds"] > 0
 
 
@@ -202,7 +206,7 @@ def test_rotation_leaves_what_a_rollback_needs(tmp_path: Path, factor: int | Non
         fault, back_to = losses_of(4, math.nan, last=7), 3
     else:
         flags += ("--loss_spike_factor", factor, "--log_every_steps", 3)
-        fault, back_to = shown_loss_of(7, 1000.0), 5
+        fault, back_to = shown_loss_of(7, 1000.0), 6
     end = go(tmp_path, *flags, fault=fault)
     assert end.status == EXIT_DONE, end.said
     assert [row["step"] for row in rows(output, "rollback")] == [back_to]

@@ -148,7 +148,6 @@ def test_loss_far_above_the_usual_is_a_divergence() -> None:
 
 def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: Path) -> None:
     progress, extra = Progress(step=9, consecutive_nonfinite_steps=2), Extra()
-    extra.logged(run_with(), Progress(step=5), 3.0, 4)
     kept = {"max_rollbacks": 1, "save_every_steps": 1}
     for step in range(1, 10):
         (tmp_path / f"step-{step:08d}").mkdir()
@@ -160,20 +159,6 @@ def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: 
 
     assert steps_kept() == {8, 9}
     assert steps_kept(**kept) == {5, 6, 8, 9}
-    assert steps_kept(**kept, loss_spike_factor=2.0) == {3, 4, 8, 9}
-
-
-def test_a_resumed_run_keeps_what_a_rollback_needs(tmp_path: Path) -> None:
-    """Before its first line of the log, too; and after going back, later lines do not count any more."""
-    for step in (80, 90, 92, 94, 96):
-        (tmp_path / f"step-{step:08d}").mkdir()
-    run, extra = run_with(max_rollbacks=1, save_every_steps=1, loss_spike_factor=2.0), Extra()
-    run.outputs.steps = lambda: checkpoint.by_step(tmp_path)
-    extra.resumed(run, Progress(step=92))
-    assert extra.keep(run, {96}, Progress(step=96)) == {80, 90, 96}
-    extra.logged(run, Progress(step=96), 3.0, 92)
-    extra.resumed(run, Progress(step=90))
-    assert extra.keep(run, {92}, Progress(step=92)) == {80, 92}
 
 
 def test_run_ends_where_no_rollback_is_left() -> None:

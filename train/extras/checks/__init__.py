@@ -128,15 +128,15 @@ class Extra(extras.Extra):
             changed.remove("code")
             if "code" in stored:
                 run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
+        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
+            raise UserError(
+                f"{checkpoint} was written with {name} {stored.get(name)}; the steps that are left cannot be made "
+                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
+            )
         if changed and not run.config.of(Options).allow_changes_on_resume:
             lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
             raise UserError(
                 f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
                 "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
                 "new ones."
-            )
-        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
-            raise UserError(
-                f"{checkpoint} was written with {name} {stored.get(name)}; the steps that are left cannot be made "
-                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
             )

@@ -70,7 +70,6 @@ class Extra(extras.Extra):
         self._watch: RankWatch | None = None
         self._recovering: Recovering | None = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
-        self._logged_step = 0  # up to which the loss is known
         self._has_begun = self._is_trained = False  # training; the last step is made, and its checkpoint written
 
     @classmethod
@@ -153,10 +152,6 @@ class Extra(extras.Extra):
         gc.collect()
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
-    def resumed(self, run: Run, progress: Progress) -> Progress:
-        self._logged_step = progress.step  # also after going back: what was logged later does not count
-        return progress
-
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         self._compare_replicas(progress.step, False)
@@ -166,7 +161,6 @@ class Extra(extras.Extra):
             what = f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {usual_text}."
             remedy = "Lower the learning rate, warm up longer, look at the data, or raise --loss_spike_factor."
             raise DivergenceError(f"{what} {remedy}", progress, since_step)
-        self._logged_step = progress.step
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
@@ -192,8 +186,6 @@ class Extra(extras.Extra):
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """Also what two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
-        if options.loss_spike_factor is not None:
-            sound = min(sound, self._logged_step)
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
