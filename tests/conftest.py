@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,15 @@ def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
     if request.node.get_closest_marker("charts") is None and (report := classes().get("report")):
         monkeypatch.setattr(f"{report.__module__}.charts.svg", lambda *arguments, **options: "<svg></svg>")
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """A run that was stopped within a test leaves SIGTERM ignored, which processes of later tests would inherit."""
+    before = {number: signal.getsignal(number) for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1")}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -207,8 +207,8 @@ def _rank(its: list[str], fault: Fault, logs: Path) -> None:
         with suppress(OSError):
             if str(entry.readlink()).startswith("socket:"):
                 os.close(int(entry.name))
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number in SIGNALS:  # a rank that is done writes its status whatever comes; SIGHUP would stay ignored in the run
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.SIG_IGN)
     rank, status = int(os.environ["RANK"]), 70
     try:
         fault(rank)

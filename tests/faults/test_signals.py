@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,20 @@ def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole:
     assert good(tmp_path / "run") == ["step-00000002", "step-00000003"]
     assert [end.status for end in run(its, tmp_path / "logs")] == [EXIT_DONE]
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[1], STEPS)
+
+
+def test_asked_again_and_again_until_it_is_gone_it_ends_with_its_status(tmp_path: Path) -> None:
+    """Also while the interpreter winds down, for a second after ``stopped.json``."""
+    its = map(str, arguments(write_recipe(tmp_path), tmp_path / "run", "--max_steps", 10**6, "--num_epochs", None))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with subprocess.Popen([sys.executable, ROOT / "train/main.py", *its], env=environment) as process:
+        while not (tmp_path / "run/metrics.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+    assert process.returncode == EXIT_STOPPED
+    assert (tmp_path / "run/stopped.json").exists()
 
 
 def test_second_interrupt_ends_at_once_and_costs_no_checkpoint(tmp_path: Path) -> None:

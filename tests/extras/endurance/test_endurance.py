@@ -187,14 +187,18 @@ def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path
 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
-    extra, before = Extra(), signal.getsignal(signal.SIGTERM)
+    extra, before = Extra(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with extra.open(Config(), Launch(), []):
+        pass
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     with extra.open(Config(), Launch(), []):
         with extra.preparing():
             pass
         with pytest.raises(StopAtOnce), extra.preparing():
             signal.raise_signal(signal.SIGTERM)
         assert extra.failed(None, RuntimeError("Connection closed by peer")) is None
-    assert signal.getsignal(signal.SIGTERM) is before
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert after == [signal.SIG_IGN, before[1]]  # once is enough
 
 
 # Processes that do not know each other

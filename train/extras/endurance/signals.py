@@ -61,11 +61,15 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listens while the context is open."""
+        """Listens while the context is open. A process that was asked to stop is not ended by being asked once more."""
+
+        def leave(number: signal.Signals, before: Any) -> None:
+            signal.signal(number, signal.SIG_IGN if self._stop and before == signal.SIG_DFL else before)
+
         with ExitStack() as stack:
             for number in NUMBERS:
                 if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants that
-                    stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+                    stack.callback(leave, number, signal.signal(number, self._on_signal))
             yield
 
 
