@@ -167,9 +167,8 @@ if __name__ == "__main__":
     for stream in sys.stdout, sys.stderr:  # where Windows writes to a file, it may lack a character of a model's text
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     status = main()
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):  # winding down takes a second, in which one would change it
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # one would change the status
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.
         atexit._run_exitfuncs()

@@ -120,9 +120,11 @@ class Outputs:
         rows, last = figures.read_metrics(self.metrics), progress.step
         if damaged := sum(map(bool, self.metrics.read_bytes().splitlines())) - len(rows):
             self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
-        # Tests are run again, and this step's validation too unless the checkpoint knows of it.
-        until = {"test": -1, "validation": last if progress.evaluated_step == last else last - 1}
-        kept = [row for row in rows if row["step"] <= until.get(row.get("split", ""), last)]
+        # Tests are run again, and this step's validation too unless the checkpoint knows of it. Which examples a
+        # rollback has skipped stays known, although a later one went further back.
+        until = {"test": -1, "validation": last if progress.evaluated_step == last else last - 1, "rollback": 10**18}
+        rows = [row for row in rows if row.get("rollbacks", 0) <= progress.rollbacks]
+        kept = [row for row in rows if row["step"] <= until.get(row.get("split", row["kind"]), last)]
         figures.write_whole(self.metrics, "".join(figures.to_json(row) + "\n" for row in kept))
 
     def tick(self, step: int) -> None:

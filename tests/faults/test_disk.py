@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from faults.injections import (
     at_change,
     at_open,
     counting_changes,
+    die,
     disk_fails,
     disk_is_full,
     disk_is_slow,
@@ -100,6 +102,23 @@ def test_one_write_that_fails_costs_one_checkpoint(
         assert checkpoint_digests(folder, STEPS) == checkpoint_digests(output, STEPS)
         assert names(folder) == ["step-00000005", "step-00000006"] or "could not be" in ended[0].said
         assert not [n for n in names(folder) if not n.startswith("step-")]
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_a_checkpoint_that_failed_is_told_before_the_next_one_is_due(tmp_path: Path, ranks: int, victim: int) -> None:
+    folder = tmp_path / "run"
+    fault = several(
+        on_rank(victim, at_change(1, folder / "checkpoints", disk_is_full)),
+        at_call("train.loop:advance", wait_a_second, 5),  # in which the thread that writes step 4 has failed
+        at_call("train.loop:advance", die, 6),
+    )
+    its = arguments(tmp_path, folder, "--save_every_steps", 4, "--log_every_steps", 1)
+    ended = run(its, tmp_path / "logs", ranks, fault, LAUNCH[ranks])
+    assert ended[0].said.count("Training continues, and the next checkpoint is tried") == 1
+
+
+def wait_a_second() -> None:
+    time.sleep(1)
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
@@ -235,8 +254,9 @@ def test_rows_that_the_disk_refuses_are_written_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int) -> None:
     output = tmp_path / "run"
-    fault = several(quick_roll_call(), on_rank(0, at_call("train.outputs:Outputs.write_final", disk_is_full)))
+    fault = several(quick_roll_call(), on_rank(0, at_call("train.state:TrainingState.save_pretrained", disk_is_full)))
     ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault, LAUNCH[ranks])
     assert_no_traceback(ended)
     assert ended[0].status == EXIT_ERROR
-    assert "cannot be written: No space left on device. Run the same command again" in ended[0].said
+    assert "cannot be written: No space left on device. Training is done and its checkpoint" in ended[0].said
+    assert not list(output.glob(".partial-*"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.injections import at_call, die, follow_windows, several
+from faults.injections import at_call, die, follow_windows, losses_of, several
 from faults.processes import KILLED, Ended, Fault, run
 from safetensors.torch import load_file
 from support import checkpoint_digests, write_recipe
@@ -191,3 +191,35 @@ def _not_looked_at(rank: int) -> None:
     import train.extras.endurance.checkpoints as checkpoints
 
     checkpoints.refuse_nonfinite = lambda *of_a_state: None
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_after_it_went_back_is_exact(tmp_path: Path, ranks: int) -> None:
+    """Before any further checkpoint, too: neither the data that it has skipped nor the rollback is forgotten."""
+    flags = ("--save_every_steps", 3, "--max_rollbacks", 2, "--max_consecutive_nonfinite_steps", 2)
+    bad = losses_of(5, math.nan, last=6)  # steps 6 and 7, after which the run goes back to step 3
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    assert trained(tmp_path / "whole", *flags, ranks=ranks, fault=bad)[0].status == EXIT_DONE
+    killed = several(bad, at_call("train.loop:advance", die, 8))
+    assert trained(tmp_path / "killed", *flags, ranks=ranks, fault=killed)[0].status == KILLED
+    assert trained(tmp_path / "killed", *flags, ranks=ranks, fault=bad)[0].status == EXIT_DONE
+    names = ("step", "from_step", "rollbacks", "examples")
+    whole, found = ([[row[k] for k in names] for row in rows(tmp_path / n, "rollback")] for n in ("whole", "killed"))
+    assert len(found) == 1 and found[0][:3] == [3, 7, 1] and found == whole
+    last = steps(tmp_path / "whole")[-1]
+    digests = [checkpoint_digests(tmp_path / name / "run", last) for name in ("whole", "killed")]
+    assert digests[0] == digests[1]
+    names = ("rollbacks", "nonfinite_steps", "tokens", "epochs")
+    summaries = [json.loads((tmp_path / n / "run/summary.json").read_text()) for n in ("whole", "killed")]
+    assert [summaries[0][name] for name in names] == [summaries[1][name] for name in names]
+
+
+def test_the_examples_of_every_rollback_stay_in_the_log(tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 2, "--max_rollbacks", 2, "--max_consecutive_nonfinite_steps", 2)
+    fault = several(losses_of(5, math.nan, last=6), losses_of(7, math.nan, last=8))  # the second before it has saved
+    [end] = trained(tmp_path, *flags, fault=fault)
+    assert end.status == EXIT_DONE, end.said
+    found = rows(tmp_path, "rollback")
+    assert [(row["step"], row["rollbacks"]) for row in found] == [(4, 1), (2, 2)]
+    assert all(row["examples"] for row in found)

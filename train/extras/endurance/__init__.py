@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,6 +165,10 @@ class Extra(extras.Extra):
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
+    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if kind == "train":
+            self._saving.look(run)
+
     def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
         """Logs the examples; raises DivergenceError where no later step can be expected to have a finite gradient."""
         loss_scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
@@ -225,9 +230,9 @@ class Extra(extras.Extra):
             return ""
         if not isinstance(error, OSError) or not self._could_not_write(error):
             if self._is_trained:
-                done = "what comes after the last step has failed; its checkpoint is written"
-                show_error(f"{done}: {self._same_command()} makes what is missing.")
+                show_error(f"what comes after the last step has failed. {self._how_to_resume()}")
             return None
+        shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
         where = error.filename or self._config.output.output_dir
         return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
 
@@ -250,6 +255,8 @@ class Extra(extras.Extra):
 
     def _how_to_resume(self) -> str:
         """What to do when the run was cut off."""
+        if self._is_trained:
+            return f"Training is done and its checkpoint is written: {self._same_command()} makes what is missing."
         if step := self._newest_step():
             return f"Run {self._same_command()} again to resume from step {step}."
         return "There is no checkpoint yet: the same command starts from scratch. A smaller --save_every_steps helps."

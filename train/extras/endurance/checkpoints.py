@@ -48,8 +48,8 @@ class Saving:
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
 
-        A failure in the background is noted when the next one is due. Two in a row, or one that nobody would try again,
-        raise UserError.
+        A failure in the background is noted at the next line of the log. Two in a row, or one that nobody would try
+        again, raise UserError.
         """
         started = time.perf_counter()
         self.finish(run)
@@ -64,6 +64,11 @@ class Saving:
             run.outputs.rotate(run, progress)
         if not wait:
             self.longest_stall_seconds = max(self.longest_stall_seconds or 0.0, time.perf_counter() - started)
+
+    def look(self, run: Run) -> None:
+        """Finishes what is written by now: a failure is noted while there is time to make room."""
+        if self._thread is not None and all(exchange(not self._thread.is_alive())):
+            self.finish(run)
 
     def finish(self, run: Run) -> None:
         """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
@@ -208,11 +213,12 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     found = outputs.from_main(choose)
     if found is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
-    restored = checkpoint.restore(found[0], state)
+    kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps", "rollbacks")}
+    restored = run.extras.pipe("resumed", run, replace(checkpoint.restore(found[0], state), **kept))
     outputs.keep_log(restored)
-    restored = run.extras.pipe("resumed", run, restored)
-    values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "examples": found[1], "reason": str(error)}
+    restored = replace(restored, rollbacks=lost.rollbacks + 1)
+    values = {"from_step": lost.step, "rollbacks": restored.rollbacks, "examples": found[1], "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}; the data after it is skipped.")
-    kept = ("epoch", "step_in_epoch", "nonfinite_steps")
-    return replace(restored, rollbacks=lost.rollbacks + 1, **{name: getattr(lost, name) for name in kept})
+    outputs.save(run, state, restored, wait=True)  # a run that is killed now must not go back to this data
+    return restored
