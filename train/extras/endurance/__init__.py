@@ -166,7 +166,7 @@ class Extra(extras.Extra):
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if kind == "train":
+        if kind == "train" and self._has_begun:
             self._saving.look(run)
 
     def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
