@@ -272,11 +272,13 @@ CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>so:{% endif %}")  # which no answer begins with
 FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('!')[-1] }}")
 CHATS = [
     [("user", "two?"), ("assistant", "hm!2"), ("user", "three?"), ("assistant", "hm!3")],
     [("system", "be short"), ("user", "four?"), ("assistant", "hm!4")],
     [("user", "no answer")],
+    [("assistant", "welcome"), ("user", "no answer")],
 ]
 
 
@@ -302,6 +304,11 @@ def chat_tokenizer(folder: Path, template: str) -> None:
             },
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            THINKING,
+            {"<|user|>two?<|end|><|assistant|>[hm!2<|end|>]<|user|>three?<|end|><|assistant|>[hm!3<|end|>]"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
@@ -318,9 +325,12 @@ def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
     assert done.returncode == 0, done.stderr
     assert {line for line in done.stdout.splitlines() if line.startswith("<|")} == learned
     flags = ("--task", "chat", "--dataset", "my_chats:documents", "--model_config", TINY, "--max_length", 80)
+    flags += ("--validation_fraction", 0.5)  # some conversations have no answer
     _, summary = fork.trains(*flags, "--tokenizer", "chat", "--packing", *QUICK)
     assert summary["result"]["validation"]["loss"] == pytest.approx(math.log(260), abs=0.2)
-    assert load_chat_template(fork.output / "final") == template
+    folders = fork.folder / "chat", fork.output / "final"
+    made, final = map(PreTrainedTokenizerFast.from_pretrained, folders)
+    assert final.chat_template == template and final("hi")["input_ids"] == made("hi")["input_ids"]
 
 
 EXAMPLES = """
@@ -339,10 +349,6 @@ for row in my_chats.documents(None):
             before = bool(label >= 0)
         print(text + "]" * before)
 """
-
-
-def load_chat_template(folder: Path) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(folder).chat_template
 
 
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:

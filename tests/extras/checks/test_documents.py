@@ -39,7 +39,7 @@ def said(train: Rows, validation: Rows, **options: Any) -> list[str]:
     """Lines about the tokenised documents."""
     corpus, examples, config = classified(train, validation, **options)
     label_names = load_task("sequence_classification")(config).label_names(corpus)
-    data: Any = SimpleNamespace(examples=examples, label_names=label_names)
+    data: Any = SimpleNamespace(corpus=corpus, examples=examples, label_names=label_names)
     return describe(data, config)
 
 
@@ -49,6 +49,15 @@ def test_how_many_tokens_are_lost_is_said() -> None:
     assert "2 classes: x, y" in lines  # 10 + 6 + 10 + 4 tokens with their marks, of which 4 + 4 are cut
     assert "truncation (keep_head): 2 of 4 documents are longer than 6 tokens; 26.7 % of all tokens are lost" in lines
     assert said(rows, [("a", "x")], max_length=10) == ["2 classes: x, y"]
+
+
+def test_documents_without_an_example_are_counted() -> None:
+    rows = {"text": ["a", "b", "c"]}
+    splits = {name: datasets.Dataset.from_dict(rows) for name in ("train", "validation")}
+    examples = {"train": splits["train"].select([0]), "validation": splits["validation"]}
+    data: Any = SimpleNamespace(corpus=Corpus("own", splits), examples=examples, label_names=())
+    assert describe(data, Config()) == ["at least 2 of 3 documents of the train split gave no example"]
+    assert describe(data, Config().changed(packing=True)) == []
 
 
 def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:

@@ -444,6 +444,15 @@ def test_every_label_keeps_a_record_to_train_on(jsonl: Write) -> None:
     assert corpus.notes[-1] == "held out 50 of 1,000 documents for validation"
 
 
+@pytest.mark.parametrize("value", [lambda number: f"{number + 0.5}", lambda number: f"{number}.25e-3"])
+def test_values_are_held_out_like_any_document(value: Callable[[int], str], jsonl: Write) -> None:
+    """Nothing is learned of a number by its name, so it need not stay in training."""
+    plain = load(jsonl(*({"text": f"t{i}", "label": "a"} for i in range(1000))))
+    labels = [value(i) if i % 2 else "0" for i in range(1000)]
+    path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(labels)), name="values.jsonl")
+    assert load(path, True).splits["validation"]["text"][:] == plain.splits["validation"]["text"][:]
+
+
 def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
     path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
     assert message(path, True) == (
@@ -698,6 +707,15 @@ def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
     assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
     assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).splits["validation"].num_rows == 10
     assert "no column 'body'; the columns are text" in message(tmp_path / "s", text_column="body")
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_the_validation_split_of_a_saved_dataset_may_have_any_usual_name(name: str, tmp_path: Path) -> None:
+    splits = {"train": [{"text": f"t{i}"} for i in range(9)], name: [{"text": "v"}], "other": [{"text": "o"}]}
+    saved(**splits).save_to_disk(tmp_path / "s")
+    corpus = load(tmp_path / "s")
+    assert corpus.splits["validation"]["text"][:] == ["v"] and len(corpus.splits["train"]) == 9
+    assert list(corpus.notes) == [f"{tmp_path / 's'}: splits that are not used: other"]
 
 
 def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:

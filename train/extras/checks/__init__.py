@@ -123,11 +123,10 @@ class Extra(extras.Extra):
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         present = json.loads(json.dumps(dict(own)))
         # An option of an extra that is not here any more counts as switched off.
-        changed = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
-        if "code" in changed:  # perhaps only a comment: a person has to know
-            changed.remove("code")
-            if "code" in stored:
-                run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
+        differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
+        changed = [name for name in differ if name != "code"]
+        if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
+            run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
         for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
             raise UserError(
                 f"{checkpoint} was written with {name} {stored.get(name)}; the steps that are left cannot be made "

@@ -59,6 +59,9 @@ def describe(data: PreparedData, config: Config) -> list[str]:
                 f"truncation ({config.data.truncation}): {cut} of {len(kept)} documents are longer than "
                 f"{config.data.max_length} tokens; {100 * (1 - kept.sum() / before.sum()):.1f} % of all tokens are lost"
             )
+    for name, documents in data.corpus.splits.items() if not config.get("packing") else ():
+        if (gone := len(documents) - len(data.examples[name])) > 0:
+            lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")
     return lines
 
 

@@ -176,7 +176,7 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
 def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     """Documents to train on, and documents held out for validation.
 
-    A single document without a label is cut in two near its end; every label keeps a document to train on. Raises
+    A single document without a label is cut in two near its end; every class keeps a document to train on. Raises
     UserError where there is too little for two splits.
     """
     name, fraction = data.dataset, data.validation_fraction
@@ -192,13 +192,20 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     if data.labelled:
         labels = documents["label"][:]
         last = {labels[position]: position for position in order}
-        order = np.array([position for position in order if last[labels[position]] != position], dtype=int)
+        order = np.array([p for p in order if last[labels[p]] != p or is_between(labels[p])], dtype=int)
     validation = np.sort(order[:count])
     if not len(validation):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"
         raise UserError(f"{name}: every label is that of a single record, which training needs. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
+
+
+def is_between(label: Any) -> bool:
+    """Whether a label is a number between two whole ones: a value, which nothing has to be learned of by name."""
+    with contextlib.suppress(ValueError):
+        return not float(label).is_integer()
+    return False
 
 
 def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:

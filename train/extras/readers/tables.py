@@ -115,10 +115,12 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
 def _choose(names: Sequence[str], data: Source) -> dict[str, str]:
     """Which of a dataset's splits (``names``) to train on, validate on and test on: those asked for, or named so."""
     train, validation = data.dataset_split, data.validation_split
-    if validation is None and "validation" in set(names) - _names_in(train):
-        validation = "validation"
-    unused = set(names) - _names_in(train) - _names_in(validation or "")
-    chosen = {"train": train, "validation": validation, "test": "test" if "test" in unused else None}
+    left = set(names) - _names_in(train)
+    validation = validation or next((name for name in ("validation", "valid", "val", "dev") if name in left), None)
+    left -= _names_in(validation or "")
+    chosen = {"train": train, "validation": validation, "test": "test" if "test" in left else None}
+    if left := sorted(left - {"test"}):
+        data.notes.append(f"{data.dataset}: splits that are not used: {', '.join(left)}")
     return {role: split for role, split in chosen.items() if split}
 
 
