@@ -268,6 +268,21 @@ def test_a_table_that_is_too_small_is_told_at_the_end_of_the_traceback(fork: For
     assert "A table of the model may be too small: are there max_length 32 positions" in done.stdout + done.stderr
 
 
+def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
+    fork.write("train/tasks/regression.py", shown_in("docs/forking.md", r"train/tasks/regression\.py"))
+    lines = [f"film {number} was {('bad,0.25', 'good,3.25')[number % 2]}" for number in range(200)]
+    fork.write("stars.csv", "\n".join(["text,label", *lines]))
+    model = json.dumps({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
+    flags = ("--task", "regression", "--dataset", "stars.csv", "--model_config", model, "--micro_batch_size", 8)
+    done = fork.run(*flags, "--max_steps", 60, "--learning_rate", 0.01, "--eval_every_steps", 20, "--rehearse", "False")
+    assert done.returncode == EXIT_DONE, done.stderr
+    rows = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "evaluation"]
+    summary = json.loads((fork.output / "summary.json").read_text())
+    assert summary["metric_name"] == "mse" and summary["metric_value"] == rows[-1]["mse"]
+    assert rows[-1]["mse"] < 0.5  # the labels' variance is 2.25
+    assert summary["best_metric"] == min(row["mse"] for row in rows)
+
+
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
