@@ -102,6 +102,31 @@ def test_a_single_class_is_refused() -> None:
         classified([("a", "x"), ("b", "x")], [("a", "x")], label_column="stars")
 
 
+@pytest.mark.parametrize("train", [[0.25, 1.5, 2.566], ["0", "0", "0.5", "1.25", "1e-05"]])
+def test_measurements_are_not_classes(train: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"most labels, such as '?0\.\d+'?, are fractional numbers that occur once"):
+        classified([("a", label) for label in train], [("b", train[0])])
+
+
+@pytest.mark.parametrize("train", [["4.5", "4.5", "5", "3.5"], [0.5, 0.5, 1.5, 1.5], ["3.11.4", "3.12.0"]])
+def test_classes_may_have_a_point_in_their_names(train: list[Any]) -> None:
+    corpus, examples, _ = classified([("a", label) for label in train], [("b", train[0])])
+    assert len(corpus.splits["train"]) == len(examples["train"]) == len(train)
+
+
+def test_a_task_of_ones_own_may_take_measurements() -> None:
+    class Regression(load_task("sequence_classification")):
+        def label_names(self, corpus: Corpus) -> tuple[str, ...]:
+            return ("score",)
+
+        def classes_of(self, labels: Any, label_names: Any) -> list[Any]:
+            return [float(label) for label in labels]
+
+    scores = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": ["0.25", "1.5", "2"]})
+    corpus = Corpus("scores", {"train": scores, "validation": scores})
+    assert with_known_labels(corpus, Regression(Config())).splits["train"]["label"][:] == ["0.25", "1.5", "2"]
+
+
 def test_the_arithmetic_of_a_batch_is_said() -> None:
     said = describe_batch(BatchArithmetic(2, 4, 1))
     assert said == "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step"

@@ -256,7 +256,7 @@ def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
     [
         ("text,label\na,b\nc\n", 3, "wrong number of fields: 1, the header has 2"),
         ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields: 3, the header has 2"),
-        ("text,label\na,\n", 2, "'label' must be text or a whole number, not ''"),
+        ("text,label\na,\n", 2, "'label' must be text or a number, not ''"),
     ],
 )
 def test_bad_csv_records(tmp_path: Path, content: str, where: int, reason: str) -> None:
@@ -335,10 +335,10 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
         ('{"text": "a\\u0000b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a"}', "no column 'label'; the columns are text"),
-        ('{"text": "a", "label": null}', "'label' must be text or a whole number, not None"),
-        ('{"text": "a", "label": 1.5}', "'label' must be text or a whole number, not 1.5"),
-        ('{"text": "a", "label": NaN}', "'label' must be text or a whole number, not nan"),
-        ('{"text": "a", "label": [1]}', "'label' must be text or a whole number, not [1]"),
+        ('{"text": "a", "label": null}', "'label' must be text or a number, not None"),
+        ('{"text": "a", "label": -Infinity}', "'label' must be text or a number, not -inf"),
+        ('{"text": "a", "label": NaN}', "'label' must be text or a number, not nan"),
+        ('{"text": "a", "label": [1]}', "'label' must be text or a number, not [1]"),
     ],
 )
 def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
@@ -400,6 +400,7 @@ def test_nothing_to_learn_from(jsonl: Write, lines: tuple[Any, ...]) -> None:
         ([1, 2, 2], ["1", "2", "2"]),
         ([True, False, True], ["1", "0", "1"]),
         ([1.0, 2.0, 2], ["1", "2", "2"]),
+        ([1.5, 2.0, -0.25], ["1.5", "2", "-0.25"]),
         (["b", "a", "b"], ["b", "a", "b"]),
         (["b", 1, True], ["b", "1", "1"]),
     ],
@@ -529,6 +530,9 @@ def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> N
     corpus = load(tmp_path / "in")
     assert texts(corpus) == {"a", "b", "c"}
     assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other file, read 2"
+    for name in ("a.TXT", "b.md", "c.png"):
+        (tmp_path / "in" / name).write_text("more")
+    assert load(tmp_path / "in").notes[0] == f"{tmp_path / 'in'}: ignored 4 other files (3 of them texts), read 2"
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])

@@ -50,6 +50,15 @@ def test_a_task_with_labels_needs_them_from_the_function_too(tmp_path: Path) -> 
     )
 
 
+def test_labels_of_a_function_may_be_fractional_numbers(tmp_path: Path) -> None:
+    found = returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b', 'c'], 'label': [2.566, -0.5, 3.0]})", True)
+    assert {row["text"]: row["label"] for split in found.splits.values() for row in split} == {
+        "a": 2.566,
+        "b": -0.5,
+        "c": 3.0,
+    }
+
+
 def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
     features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
     split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': [1, 0]}}, features={features})"
@@ -119,8 +128,8 @@ def test_a_transform_is_not_dropped_without_a_word(tmp_path: Path) -> None:
         ("{'text': ['a', None]}", "the train split, row 1: no text. Correct it"),
         ("{'text': [1, 2]}", "the train split: column 'text' holds int64; each row needs text"),
         ("{'text': ['a', 'b'], 'label': ['x', None]}", "the train split, row 1: no label. Correct it"),
-        ("{'text': ['a', 'b'], 'label': [0.5, 1.0]}", "column 'label' holds float64; each row needs text or a whole"),
-        ("{'text': ['a', 'b'], 'label': [[1], [2]]}", "column 'label' holds list; each row needs text or a whole"),
+        ("{'text': ['a', 'b'], 'label': [0.5, float('nan')]}", "the train split, row 1: no label. Correct it"),
+        ("{'text': ['a', 'b'], 'label': [[1], [2]]}", "column 'label' holds list; each row needs text or a number"),
     ],
 )
 def test_a_row_of_a_function_that_cannot_be_used_is_named(columns: str, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from train.config import Config
 from train.data import PreparedData
-from train.figures import several
+from train.figures import FRACTION, several
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import BatchArithmetic, Corpus, Parts, Run, UserError, column
 from train.tasks import Task
@@ -18,9 +18,9 @@ from train.tasks import Task
 def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
     """``corpus`` without documents of a class that the task does not know, if these may be left out.
 
-    Raises UserError for them otherwise, and for a training split of fewer than two labels.
+    Raises UserError for them otherwise, and for a training split of fewer than two labels or of measurements.
     """
-    labels = set(corpus.splits["train"]["label"])
+    labels = Counter(map(str, corpus.splits["train"]["label"]))
     if len(labels) < 2:
         raise UserError(
             f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
@@ -28,6 +28,12 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
             "--label_column?"
         )
     names, splits, notes = task.label_names(corpus), dict(corpus.splits), list(corpus.notes)
+    single = [name for name in names if labels[name] == 1 and FRACTION.fullmatch(name)]
+    if 2 * len(single) > len(labels):  # half stars, say, are classes
+        raise UserError(
+            f"{corpus.name}: most labels, such as {single[0]!r}, are fractional numbers that occur once: they are not "
+            "classes. Group them, or write a task of your own (docs/forking.md)."
+        )
     for split, documents in corpus.splits.items():
         is_known = [number is not None for number in task.classes_of(documents["label"], names)]
         if not all(is_known):

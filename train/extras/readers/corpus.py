@@ -20,7 +20,7 @@ from train.config import Config
 from train.data import call_function, corpus_of
 from train.extras.readers import Source, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
-from train.figures import several
+from train.figures import FRACTION, several
 from train.records import SPLITS, Corpus, UserError
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
@@ -126,8 +126,9 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         named = {file: _split_of(file.relative_to(path).with_suffix("").parts[:1], whole=True) for file in chosen}
     if "train" in named.values():
         named = {file: split for file, split in named.items() if split}
-    if len(named) < len(files):
-        data.notes.append(f"{path}: ignored {several(len(files) - len(named), 'other file')}, read {len(named)}")
+    if ignored := [file.suffix.lower() in TEXT_SUFFIXES for file in files if file not in named]:
+        texts = f" ({sum(ignored)} of them texts)" if sum(ignored) > 1 else ""  # one is mostly a README
+        data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {len(named)}")
     return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
 
 
@@ -176,8 +177,8 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
 def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     """Documents to train on, and documents held out for validation.
 
-    A single document without a label is cut in two near its end; every class keeps a document to train on. Raises
-    UserError where there is too little for two splits.
+    A single document without a label is cut in two near its end; every label but a fractional number keeps a document
+    to train on. Raises UserError where there is too little for two splits.
     """
     name, fraction = data.dataset, data.validation_fraction
     if len(documents) == 1 and not data.labelled:
@@ -191,21 +192,14 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     count = min(max(round(len(documents) * fraction), 1), len(documents) - 1)
     if data.labelled:
         labels = documents["label"][:]
-        last = {labels[position]: position for position in order}
-        order = np.array([p for p in order if last[labels[p]] != p or is_between(labels[p])], dtype=int)
+        last = {labels[p]: p for p in order if not FRACTION.fullmatch(str(labels[p]))}
+        order = np.array([p for p in order if last.get(labels[p]) != p], dtype=int)
     validation = np.sort(order[:count])
     if not len(validation):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"
         raise UserError(f"{name}: every label is that of a single record, which training needs. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
-
-
-def is_between(label: Any) -> bool:
-    """Whether a label is a number between two whole ones: a value, which nothing has to be learned of by name."""
-    with contextlib.suppress(ValueError):
-        return not float(label).is_integer()
-    return False
 
 
 def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:

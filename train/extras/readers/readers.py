@@ -32,7 +32,7 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
-FORMAT = 8  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 9  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
@@ -133,10 +133,10 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
     label = None
     if label_column is not None:
         label = record[label_column]
-        if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
-            label = str(int(label))
+        if isinstance(label, int | float) and label % 1 >= 0:  # which NaN and infinity fail
+            label = str(label if label % 1 else int(label))
         if not isinstance(label, str) or not label.strip() or _UNREADABLE.search(label):
-            raise RecordError(f"{label_column!r} must be text or a whole number, not {label!r:.40}")
+            raise RecordError(f"{label_column!r} must be text or a number, not {label!r:.40}")
     if not text.strip():
         raise RecordError(EMPTY)
     return text, label

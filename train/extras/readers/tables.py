@@ -94,7 +94,8 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
         numbers = table.with_format(None)["label"][:]  # -1 stands for a hidden label
         labels = [names[number] if number in range(len(names)) else None for number in numbers]
         table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
-    kinds = {"text": ("(large_)?string", "text"), "label": (r"(large_)?string|u?int\d+|bool", "text or a whole number")}
+    texts = "(large_)?string"
+    kinds = {"text": (texts, "text"), "label": (rf"{texts}|u?int\d+|float\d+|bool", "text or a number")}
     columns = ["text", "label"] if data.labelled else ["text"]
     for column in columns:
         kind, (pattern, needed) = str(getattr(table.features[column], "dtype", "list")), kinds[column]
@@ -105,7 +106,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     for part in parts:
         text, label = part["text"], part[columns[-1]]
         is_empty = compute.equal(compute.utf8_trim_whitespace(text), "")  # pyright: ignore
-        found = compute.if_else(label.is_null(), "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
+        found = compute.if_else(label.is_null(nan_is_null=True), "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
         problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
     settle(bad, len(table), data, what)
