@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults.injections import at_step, losses_of, on_rank, several, shown_loss_of
-from faults.processes import KILLED, run
+from faults.injections import at_call, at_change, at_step, losses_of, on_rank, several, shown_loss_of
+from faults.processes import KILLED, Ended, Fault, run
 from safetensors.torch import load_file
-from support import checkpoint_digests, write_recipe
+from support import checkpoint_digests, log_of, write_recipe
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
@@ -112,18 +113,40 @@ def test_loss_spike_ends_the_run_or_goes_back(tmp_path: Path, max_rollbacks: int
     assert max(row["loss"] for row in rows(output, "train") if row["step"] != 8) < 10
 
 
-@pytest.mark.slow
-def test_killed_after_going_back_ends_the_same(tmp_path: Path) -> None:
-    flags = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 1)
-    fault = losses_of(4, math.nan, last=5)
-    [end] = run(arguments(tmp_path, tmp_path / "whole", *flags), tmp_path / "logs", fault=fault)
-    assert end.status == EXIT_DONE, end.said
-    killed = several(fault, at_step(8, "begin"))
-    [end] = run(arguments(tmp_path, tmp_path / "killed", *flags), tmp_path / "logs", fault=killed)
-    assert end.status == KILLED
-    [end] = run(arguments(tmp_path, tmp_path / "killed", *flags), tmp_path / "logs", fault=fault)
-    assert end.status == EXIT_DONE, end.said
-    assert checkpoint_digests(tmp_path / "killed", 12) == checkpoint_digests(tmp_path / "whole", 12)
+BACK = "train.extras.endurance.checkpoints:go_back"
+KILLS = [(2, range(1, 45, 12)), *(pytest.param(n, range(1, 1000, 9), marks=pytest.mark.slow) for n in (1, 2))]
+
+
+@pytest.mark.parametrize(("rollback", "changes"), KILLS)
+def test_killed_while_going_back_ends_the_same(tmp_path: Path, rollback: int, changes: range) -> None:
+    """Before any change to the disk, and in the next step: first back to 3, then, past more bad data, to 2."""
+    flags, fault = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 2), losses_of(4, math.nan, last=7)
+
+    def ended(name: str, *more: Fault) -> Ended:
+        return run(arguments(tmp_path, tmp_path / name, *flags), tmp_path / "logs", fault=several(fault, *more))[0]
+
+    def left(name: str) -> Any:
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        went = [(row["step"], row["from_step"], row["examples"]) for row in rows(tmp_path / name, "rollback")]
+        return went, summary["rollbacks"], log_of(tmp_path / name), checkpoint_digests(tmp_path / name, 12)
+
+    assert ended("whole").status == EXIT_DONE
+    whole, tried = left("whole"), 0
+    assert [(to, at, len(examples)) for to, at, examples in whole[0]] == [(3, 6, 12), (2, 5, 16)]
+    for number in changes:
+        name = f"killed-{number}"
+        dies = partial(at_change(number, tmp_path / name), 0)
+        if (status := ended(name, at_call(BACK, dies, rollback)).status) == EXIT_DONE:
+            break
+        assert status == KILLED
+        assert ended(name).status == EXIT_DONE
+        assert left(name) == whole, number
+        tried += 1
+    assert tried >= 4
+    dies = partial(at_step(4 - rollback, "end"), 0)
+    assert ended("after", at_call(BACK, dies, rollback)).status == KILLED
+    assert ended("after").status == EXIT_DONE
+    assert left("after") == whole
 
 
 def test_goes_back_over_a_change_that_was_allowed(tmp_path: Path) -> None:
