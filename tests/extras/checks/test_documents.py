@@ -38,8 +38,8 @@ def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, d
 def said(train: Rows, validation: Rows, **options: Any) -> list[str]:
     """Lines about the tokenised documents."""
     corpus, examples, config = classified(train, validation, **options)
-    label_names = load_task("sequence_classification")(config).label_names(corpus)
-    data: Any = SimpleNamespace(corpus=corpus, examples=examples, label_names=label_names)
+    task = load_task("sequence_classification")(config)
+    data: Any = SimpleNamespace(task=task, corpus=corpus, examples=examples, label_names=task.label_names(corpus))
     return describe(data, config)
 
 
@@ -55,9 +55,30 @@ def test_documents_without_an_example_are_counted() -> None:
     rows = {"text": ["a", "b", "c"]}
     splits = {name: datasets.Dataset.from_dict(rows) for name in ("train", "validation")}
     examples = {"train": splits["train"].select([0]), "validation": splits["validation"]}
-    data: Any = SimpleNamespace(corpus=Corpus("own", splits), examples=examples, label_names=())
+    data: Any = SimpleNamespace(
+        task=load_task("causal_lm")(Config()), corpus=Corpus("own", splits), examples=examples, label_names=()
+    )
     assert describe(data, Config()) == ["at least 2 of 3 documents of the train split gave no example"]
     assert describe(data, Config().changed(packing=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "unread"),
+    [
+        ("causal_lm", ["mlm_probability", "truncation"]),
+        ("masked_lm", ["truncation"]),
+        ("sequence_classification", ["mlm_probability"]),
+    ],
+)
+def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    splits = {"train": rows, "validation": rows}
+    config = Config().changed(task=task)
+    parts = {"task": load_task(task)(config), "corpus": Corpus("own", splits), "examples": splits, "label_names": ()}
+    data: Any = SimpleNamespace(**parts)
+    assert describe(data, config) == []
+    changed = config.changed(truncation="keep_tail", mlm_probability=0.3)
+    assert describe(data, changed) == [f"{name}: does nothing with --task {task}" for name in unread]
 
 
 def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:
@@ -104,7 +125,8 @@ def test_a_single_class_is_refused() -> None:
 
 @pytest.mark.parametrize("train", [[0.25, 1.5, 2.566], ["0", "0", "0.5", "1.25", "1e-05"]])
 def test_measurements_are_not_classes(train: list[Any]) -> None:
-    with pytest.raises(UserError, match=r"most labels, such as '?0\.\d+'?, are fractional numbers that occur once"):
+    said = r"most labels in column 'label', such as '0\.\d+', are fractional numbers that occur once: sequence_classif"
+    with pytest.raises(UserError, match=said):
         classified([("a", label) for label in train], [("b", train[0])])
 
 

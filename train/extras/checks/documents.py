@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from train.config import Config
+from train.config import Config, fields
 from train.data import PreparedData
 from train.figures import FRACTION, several
 from train.optim import learning_rate_at, num_warmup_steps
@@ -21,18 +21,18 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
     Raises UserError for them otherwise, and for a training split of fewer than two labels or of measurements.
     """
     labels = Counter(map(str, corpus.splits["train"]["label"]))
+    what = f"column {task.config.get('label_column', 'label')!r}"
     if len(labels) < 2:
         raise UserError(
-            f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
-            f"{task.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
-            "--label_column?"
+            f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in {what}; "
+            "classification needs two or more. Is it the right --label_column?"
         )
     names, splits, notes = task.label_names(corpus), dict(corpus.splits), list(corpus.notes)
     single = [name for name in names if labels[name] == 1 and FRACTION.fullmatch(name)]
     if 2 * len(single) > len(labels):  # half stars, say, are classes
         raise UserError(
-            f"{corpus.name}: most labels, such as {single[0]!r}, are fractional numbers that occur once: they are not "
-            "classes. Group them, or write a task of your own (docs/forking.md)."
+            f"{corpus.name}: most labels in {what}, such as {single[0]!r}, are fractional numbers that occur once: "
+            f"{task.name} needs classes. Group them, or write a task of your own (docs/forking.md)."
         )
     for split, documents in corpus.splits.items():
         is_known = [number is not None for number in task.classes_of(documents["label"], names)]
@@ -52,8 +52,8 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
 
 
 def describe(data: PreparedData, config: Config) -> list[str]:
-    """Lines about the classes, and how much of the text was cut."""
-    names, train = data.label_names, data.examples["train"]
+    """Lines about the classes, how much of the text was cut, and what has no effect."""
+    names, train, task = data.label_names, data.examples["train"], data.task
     lines = [f"{len(names)} classes: {', '.join(names[:20])}"] if names else []
     alike = Counter(" ".join(name.casefold().split()) for name in names)
     if same := [repr(name) for name in names if alike[" ".join(name.casefold().split())] > 1]:
@@ -68,7 +68,9 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     for name, documents in data.corpus.splits.items() if not config.get("packing") else ():
         if (gone := len(documents) - len(data.examples[name])) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")
-    return lines
+    unread = {"mlm_probability", "truncation"} - {*task.encode_settings, task.target_share}
+    changed = [name for name in sorted(unread) if config.get(name) != fields()[name][1].default]
+    return [*lines, *(f"{name}: does nothing with --task {task.name}" for name in changed)]
 
 
 def describe_training(run: Run, parts: Parts) -> list[str]:

@@ -77,8 +77,6 @@ def check_settings(config: Config, launch: Launch) -> None:
     if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if config.data.tokenizer is None and (model.model is None or model.is_function):
-        raise UsageError(
-            "tokenizer: this model brings none (a recipe's is for its own model): give bytes, train:8192, a name."
-        )
+        raise UsageError("tokenizer: the model has none (a recipe's is for its model): give bytes, train:8192, a name.")
     if ".." in Path(folder).parts or "\0" in folder:
         raise UsageError(f"output_dir: {folder!r} leads outside its folder: write the path without '..'.")
