@@ -332,6 +332,7 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
         ('{"label": 1, "body": "x"}', "no column 'text'; the columns are label, body"),
         ('{"text": null, "label": 1}', "'text' must be text, not None"),
         ('{"text": 5, "label": 1}', "'text' must be text, not 5"),
+        ('{"text": [5], "label": 1}', "'text' must be text, not [5]. A function can read it (docs/forking.md)"),
         ('{"text": "a\\u0000b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a"}', "no column 'label'; the columns are text"),
@@ -532,7 +533,22 @@ def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> N
     assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other file, read 2"
     for name in ("a.TXT", "b.md", "c.png"):
         (tmp_path / "in" / name).write_text("more")
-    assert load(tmp_path / "in").notes[0] == f"{tmp_path / 'in'}: ignored 4 other files (3 of them texts), read 2"
+    assert (
+        load(tmp_path / "in").notes[0]
+        == f"{tmp_path / 'in'}: ignored 4 other files (3 of them texts: give a folder of one kind), read 2"
+    )
+
+
+def test_a_stray_record_file_among_texts_is_named(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{name}.txt").write_text(name)
+    stray = jsonl({"text": "x"}, {"text": "y"}, name="in/index.jsonl")
+    note = f"{tmp_path / 'in'}: ignored 3 other files (3 of them texts: give a folder of one kind), read 'index.jsonl'"
+    assert load(tmp_path / "in").notes[0] == note
+    jsonl({"title": "x"}, {"title": "y"}, name="in/index.jsonl")
+    said = message(tmp_path / "in")
+    assert said.startswith(f"{stray}:1: no column 'text'") and said.endswith(f" {note}.")
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])

@@ -127,8 +127,9 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
     if "train" in named.values():
         named = {file: split for file, split in named.items() if split}
     if ignored := [file.suffix.lower() in TEXT_SUFFIXES for file in files if file not in named]:
-        texts = f" ({sum(ignored)} of them texts)" if sum(ignored) > 1 else ""  # one is mostly a README
-        data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {len(named)}")
+        texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if sum(ignored) > 1 else ""  # 1: a README
+        read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
+        data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
     return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
 
 

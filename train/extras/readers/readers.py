@@ -37,8 +37,7 @@ FEATURES = Features({name: Value("string") for name in ("text", "label", "source
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
 Found = Iterator[tuple[int | str | None, Any]]
-Columns = tuple[str, str | None]
-"""Names of the columns of the text and, where documents are labelled, of the label."""
+Columns = tuple[str, str | None]  # names of those of the text and, where documents are labelled, of the label
 
 
 class RecordError(Exception):
@@ -73,7 +72,7 @@ def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: 
             remedy = f"Correct it, or leave such records out with --{flag} skip"
             if len(problems) == count > 1 and len({problem for _, problem in problems}) == 1:  # nothing would be left
                 remedy = f"The same holds for all {count:,} records"
-            raise UserError(f"{found[0]}. {remedy}.")
+            raise UserError(" ".join([f"{found[0]}. {remedy}.", *(f"{note}." for note in data.notes)]))
         if found:
             notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")
     if len(problems) == count:
@@ -124,7 +123,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
             raise RecordError(f"no column {column!r}; the columns are {names or 'none'}. {NAME_COLUMNS}")
     text = record[text_column]
     if not isinstance(text, str):
-        raise RecordError(f"{text_column!r} must be text, not {text!r:.40}")
+        raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")
     if found := _UNREADABLE.search(text):
         encoding = "If the file is not UTF-8, name its encoding, such as --encoding cp1252"
         raise RecordError(f"character {found.start() + 1} of {text_column!r} is unreadable. {encoding}")

@@ -100,7 +100,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     for column in columns:
         kind, (pattern, needed) = str(getattr(table.features[column], "dtype", "list")), kinds[column]
         if re.fullmatch(pattern, kind) is None:
-            raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
+            raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed} (see docs/data.md).")
     problems: list[str] = []
     parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
     for part in parts:
