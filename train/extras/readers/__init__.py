@@ -35,7 +35,7 @@ class Options:
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Training split of a Hub dataset or of a folder written by save_to_disk.")
     validation_dataset: str | None = option(None, "A file or folder of its own to validate on.", is_path=True)
-    validation_split: str | None = option(None, "Validation split of a Hub dataset; 'validation' if it exists.")
+    validation_split: str | None = option(None, "Split of a Hub dataset; default: validation, valid, val or dev.")
     max_train_samples: int | None = option(None, "Use this many training documents, evenly spaced.", ge=1)
     max_eval_samples: int | None = option(None, "Use this many validation documents.", ge=1)
     text_column: str = option("text", "Column of the text.")
