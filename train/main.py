@@ -167,7 +167,7 @@ if __name__ == "__main__":
     for stream in sys.stdout, sys.stderr:  # where Windows writes to a file, it may lack a character of a model's text
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     status = main()
-    for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # one would change the status
+    for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.

@@ -57,8 +57,8 @@ def logits_of(output: Any) -> Any:
 def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
     """``loss_sum`` and, for each target, the load balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4).
 
-    As in transformers, a model computes it where its configuration has ``output_router_logits: true``. One that has
-    no weight for it, such as a model of one's own, has applied that.
+    As in transformers, a model computes it where its configuration has ``output_router_logits: true``. A model
+    without a weight for it, such as one of your own, applies the weight itself.
     """
     balance = output.get("aux_loss") if isinstance(output, dict) else getattr(output, "aux_loss", None)
     if balance is None:

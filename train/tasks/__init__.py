@@ -81,7 +81,7 @@ class Task:
     name: ClassVar[str]  # by default that of its file
     auto_class: ClassVar[str]  # of transformers: builds the model for this task
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
-    greater_is_better: ClassVar[bool | None] = None  # of the default metric; None: as its name lets guess
+    greater_is_better: ClassVar[bool | None] = None  # of the default metric; None: guessed by its name
     headline_metric: ClassVar[str] = "loss"  # what a person reads first
     title: ClassVar[str] = ""  # what such a model is called in a sentence: a … model
     is_causal: ClassVar[bool] = False  # tokens must not see later ones; padding at the end then needs no mask
