@@ -1,5 +1,5 @@
 """One long sequence and a large vocabulary: the template's techniques against transformers' Trainer with its own
-gradient checkpointing, in peak memory and time.
+gradient checkpointing, and TRL's SFTTrainer where trl is installed, in peak memory and time.
 
     python scripts/benchmarks/long_sequence.py --write     # 8,192 tokens, 32,768 entries; 15 minutes on two cores
     python scripts/benchmarks/long_sequence.py --rounds 3 --length 4096
@@ -15,6 +15,7 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "+ selective": {"gradient_checkpointing": "selective", "loss": "auto"},
 }
 """Flags of the template, by name."""
-TRAINER = "Trainer"
+TRAINER, TRL = "Trainer", "SFTTrainer"
+OWNERS = {TRAINER: "transformers'", TRL: "TRL's"}
 LOSS_DIFFERENCE = "largest_loss_difference"
 
 
@@ -76,6 +78,8 @@ def loads_of(options: Options, precision: str, with_liger: bool = False) -> dict
     rows = {TRAINER: ("trainer", trainer)}
     if with_liger:
         rows[f"{TRAINER}, Liger"] = ("trainer", replace(trainer, trainer_liger=True))
+    if find_spec("trl") is not None:
+        rows[f"{TRL} {version('trl')}"] = ("trl", trainer)
     settings = RUNGS | ({"+ compiled": RUNGS["+ selective"] | {"compile": True}} if with_liger else {})
     rungs = {name: ("template", replace(base, settings=tuple(values.items()))) for name, values in settings.items()}
     return rows | {name.replace("chunked", "Liger's" if with_liger else "chunked"): row for name, row in rungs.items()}
@@ -134,9 +138,9 @@ TABLE = harness.Table(
 
 def cells(name: str, row: dict[str, Any], reference_bytes: int) -> list[str]:
     """A row of the table."""
-    time = row["time_ratio"]
+    time, owner = row["time_ratio"], [whose for trainer, whose in OWNERS.items() if name.startswith(trainer)]
     return [
-        f"transformers' {name}, gradient_checkpointing" if name.startswith(TRAINER) else f"template, {name}",
+        f"{owner[0]} {name}, gradient_checkpointing" if owner else f"template, {name}",
         f"{row['peak_bytes'] / harness.MIB:,.0f}",
         f"{row['peak_bytes'] / reference_bytes:.2f}",
         f"{row['seconds_per_step']['median']:.2f}",

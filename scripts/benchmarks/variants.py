@@ -1,4 +1,4 @@
-"""A training step three ways: the template's, bare PyTorch's and transformers' Trainer's, each in its own process.
+"""A training step four ways: the template's, bare PyTorch's, transformers' Trainer's, TRL's; each in its own process.
 
 All start from the same weights, take the same tokens in the same order and make the same number of steps: accumulation
 with the loss divided by the targets of the whole step, clipping, fused AdamW with decay on matrices only, and the same
@@ -63,7 +63,7 @@ class Workload:
     trainer_checkpoints: bool = False
     """Trainer runs with gradient_checkpointing=True."""
     trainer_liger: bool = False
-    """Trainer runs with use_liger_kernel=True, which fuses the loss with the head."""
+    """Trainer and TRL's run with use_liger_kernel=True, which fuses the loss with the head."""
     turn_steps: int = 10
     """Timed together, with one line of the log in each turn."""
 
@@ -188,46 +188,80 @@ class InputsAndTargets:
 def run_trainer(job: Job) -> None:
     """transformers' Trainer."""
     from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    load, clock = job.load, job.clock
     rows = InputsAndTargets(job.ordered_tokens())
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(rows)
 
+    arguments = TrainingArguments(**trainer_settings(job), remove_unused_columns=False)
+    InOrder(job.network, arguments, train_dataset=rows, callbacks=[ticks(job.clock)]).train()  # pyright: ignore[reportArgumentType]
+
+
+def run_trl(job: Job) -> None:
+    """TRL's SFTTrainer (``pip install trl``), whose loss never holds all logits. It shifts the labels itself, so it
+    computes one position more."""
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+    from train.extras.readers.own_tokenizers import build_tokenizer
+
+    rows = Dataset.from_dict({"input_ids": job.ordered_tokens().tolist()})
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return SequentialSampler(rows)
+
+    arguments = SFTConfig(**trainer_settings(job), max_length=None)
+    tokenizer = build_tokenizer("bytes", ())  # only pads here
+    kwargs = {"args": arguments, "train_dataset": rows, "processing_class": tokenizer, "callbacks": [ticks(job.clock)]}
+    InOrder(job.network, **kwargs).train()
+
+
+def ticks(clock: Clock) -> Any:
+    """A callback that tells ``clock`` of each step."""
+    from transformers import TrainerCallback
+
     class Ticks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.tick(state.global_step)
 
-    arguments = TrainingArguments(
-        output_dir=job.config.output.output_dir,
-        gradient_checkpointing=load.trainer_checkpoints,
-        use_liger_kernel=load.trainer_liger,
-        per_device_train_batch_size=load.micro_batch_size,
-        gradient_accumulation_steps=load.accumulation,
-        max_steps=load.total_steps,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-        optim="adamw_torch_fused",
-        bf16=load.mixed_precision == "bf16",
-        fp16=load.mixed_precision == "fp16",
-        use_cpu=job.device.type == "cpu",
-        logging_steps=load.turn_steps,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=job.device.type == "cuda",
-        seed=load.seed,
-    )
-    InOrder(job.network, arguments, train_dataset=rows, callbacks=[Ticks()]).train()  # pyright: ignore[reportArgumentType]
+    return Ticks()
+
+
+def trainer_settings(job: Job) -> dict[str, Any]:
+    """The arguments of Trainer, and of the trainers that derive from it."""
+    load = job.load
+    return {
+        "output_dir": job.config.output.output_dir,
+        "gradient_checkpointing": load.trainer_checkpoints,
+        "use_liger_kernel": load.trainer_liger,
+        "per_device_train_batch_size": load.micro_batch_size,
+        "gradient_accumulation_steps": load.accumulation,
+        "max_steps": load.total_steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "optim": "adamw_torch_fused",
+        "bf16": load.mixed_precision == "bf16",
+        "fp16": load.mixed_precision == "fp16",
+        "use_cpu": job.device.type == "cpu",
+        "logging_steps": load.turn_steps,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": job.device.type == "cuda",
+        "seed": load.seed,
+    }
 
 
 VARIANTS: dict[str, Callable[[Job], None]] = {"bare": run_bare, "template": run_template, "trainer": run_trainer}
+"""Those of :meth:`Processes.measure_in_turns`."""
+RUNS = VARIANTS | {"trl": run_trl}
 
 
 def configuration(load: Workload, output_dir: str) -> Config:
@@ -306,7 +340,7 @@ def measure(take_turn: Callable[[], None], variant: str, load: Workload, trace_m
             network = building.causal_lm(config, load.length)
             job = Job(load, config, device, network, artificial_tokens(load), Clock(load, take_turn))
             before = loss_of(network, job.tokens)
-            VARIANTS[variant](job)
+            RUNS[variant](job)
         after = loss_of(network, job.tokens)
     peak = torch.cuda.max_memory_allocated() if on_cuda else traced and traced.peak_bytes
     return Measurement(job.clock.turns, before, after, peak)

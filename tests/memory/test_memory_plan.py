@@ -262,7 +262,7 @@ def test_offloads_only_where_nothing_else_fits() -> None:
     assert best.prediction.seconds is not None
     assert best.seconds_per_token == pytest.approx((best.prediction.seconds + best.link_seconds) / tokens)
     typed = command(question(24), best.setting, [])
-    assert "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1 train/main.py" in typed
+    assert "/fsdp2_offload.yaml --num_processes 1 --mixed_precision bf16 train/main.py" in typed
     asked = replace(question(24, world_size=2), sharding=OFFLOAD)
     both = make_plan(asked, Predictions(Synthetic(fixed=40 * GIB))).best
     assert both is not None and both.host_bytes == 8 * 10**8
@@ -582,8 +582,8 @@ def test_launchers() -> None:
     assert launcher_words(True, 1, "none", "fp16") == ["--config_file", "accelerate_configs/cpu.yaml"]
     for sharding in ("ddp", "fsdp2"):
         file = ["--config_file", f"accelerate_configs/{sharding}.yaml"]
-        assert launcher_words(False, 8, sharding, "bf16") == file
-        assert launcher_words(True, 2, sharding, "no") == [*file, "--num_processes", "2", "--mixed_precision", "no"]
+        assert launcher_words(False, 8, sharding, "bf16") == [*file, "--mixed_precision", "bf16"]
+        assert launcher_words(True, 2, sharding, "no") == [*file, "--num_processes", "2"]
 
 
 def test_a_recipe_that_chooses_the_precision_goes_on_doing_so() -> None:

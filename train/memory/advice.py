@@ -164,5 +164,5 @@ def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str)
     file = f"accelerate_configs/{('cpu' if on_cpu else 'single_gpu') if alone else sharding}.yaml"
     values = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     wanted = {"num_processes": world_size, "mixed_precision": precision}
-    flags = [word for k, v in wanted.items() if values.get(k) != v for word in (f"--{k}", str(v))]
+    flags = [word for k, v in wanted.items() if values.get(k, "no") != v for word in (f"--{k}", str(v))]
     return ["--config_file", file, *flags]

@@ -39,8 +39,7 @@ BARS, WIDE = 20, 20.0  # of the histogram of norms; a logarithmic axis from this
 
 def main(arguments: list[str]) -> int:
     """Runs the study of the command line and returns the exit status (see ``train.records``)."""
-    parser = parser_of("gradient_health", __doc__)
-    parser.set_defaults(seeds=[1])
+    parser = parser_of("gradient_health", __doc__, seeds=(1,))
     parser.add_argument("--every", type=int, default=5, metavar="N", help="steps that are measured (default: 5)")
     return conducted("Gradient health", parser, arguments, trials_of, pages)
 

@@ -109,7 +109,7 @@ def paired(outcomes: Iterable[Outcome], variant: str, reference: str, name: str)
     return [values[variant, seed] - values[reference, seed] for seed in seeds]
 
 
-def parser_of(name: str, description: str | None, flags: str = "") -> Parser:
+def parser_of(name: str, description: str | None, flags: str = "", seeds: Sequence[int] = (1, 2, 3)) -> Parser:
     """A parser with the flags that all studies of real runs have."""
     parser = Parser(
         prog=f"scripts/study.py {name}",
@@ -118,7 +118,8 @@ def parser_of(name: str, description: str | None, flags: str = "") -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
+    shown = f"(default: {' '.join(map(str, seeds))})"
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds), metavar="N", help=shown)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="of results and runs")
     parser.add_argument(
         "--plan", action="store_true", help="show what would run, in how much memory and time; run nothing"
