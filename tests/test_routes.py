@@ -283,6 +283,52 @@ def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     assert summary["best_metric"] == min(row["mse"] for row in rows)
 
 
+TAGS = """
+import torch
+from torch.nn import functional as F
+
+from train.tasks import Scores, sequence_classification
+
+
+class Task(sequence_classification.Task):
+    title, default_metric = "tagging", "loss"
+
+    def label_names(self, corpus):
+        return ("good", "long", "loud")
+
+    def classes_of(self, labels, label_names):
+        return [str(label) for label in labels]
+
+    def inputs_and_labels(self, example, seed):
+        labels = [float(name in example["label"]) for name in ("good", "long", "loud")]
+        return torch.tensor(example["tokens"], dtype=torch.long), torch.tensor(labels)
+
+    @staticmethod
+    def loss_sum(logits, labels):
+        return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+
+    @staticmethod
+    def scores(logits, labels):
+        losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+        return Scores(losses, logits)
+
+    def metrics(self, table, examples, label_names):
+        return {"loss": float(table[:, 1].sum() / table[:, 2].sum())}
+"""
+
+
+@pytest.mark.slow
+def test_auto_knows_labels_of_several_classes_at_once(fork: Fork) -> None:
+    fork.write("train/tasks/tags.py", TAGS)
+    lines = [f"film {number},{('good long', 'loud')[number % 2]}" for number in range(40)]
+    fork.write("films.csv", "\n".join(["text,label", *lines]))
+    model = json.dumps({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
+    flags = ("--task", "tags", "--dataset", "films.csv", "--model_config", model)
+    said, summary = fork.trains(*flags, "--micro_batch_size", "auto", "--global_batch_size", 8)
+    assert re.search(r"^micro_batch_size: 8 × 9 tokens, predicted to take", said, re.MULTILINE), said
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+
+
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -20,7 +20,6 @@ _SECRETS = {  # user and password of a URL, its secret parameters, tokens of the
     r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+": r"\1…",
     r"\bhf_\w{20,}": "hf_…",
 }
-FRACTION = re.compile(r"[+-]?(\d*\.\d*[1-9]\d*([eE][+-]?\d+)?|\d+\.?\d*[eE]-\d+)")  # a measurement, not a class
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # except tabs and newlines
 
 

@@ -59,12 +59,9 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     recipe.write_text(yaml.safe_dump(values))
     end = go_on(tmp_path)
     assert end.status == EXIT_ERROR
-    if named in ("optimizer", "global_batch_size"):  # which no flag allows
-        assert f"was written with {named} " in end.said and "--allow_changes_on_resume" not in end.said
-    else:
-        assert "belongs to a run with other settings" in end.said
-        assert f"{named}: was " in end.said
-        assert "--allow_changes_on_resume" in end.said
+    assert "belongs to a run with other settings" in end.said and f"{named}: was " in end.said
+    is_fixed = named in ("optimizer", "global_batch_size")
+    assert ("--allow_changes_on_resume" in end.said) is not is_fixed
     end = go_on(tmp_path, "--allow_changes_on_resume", "True")
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
 

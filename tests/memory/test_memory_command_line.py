@@ -14,6 +14,7 @@ from support import ROOT, Run, printed_and_imported
 
 from train.memory.__main__ import main, read_request
 from train.memory.predict import Predictor
+from train.records import UsageError
 
 TINY = json.dumps(
     {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -73,7 +74,8 @@ def test_classes_and_padding() -> None:
     assert read_request("predict", [*words, "--num_labels", "7"]).question.num_labels == 7
     plain = [word.replace("sequence_classification", "causal_lm") for word in words]
     assert read_request("predict", plain).question.num_labels == 0
-    assert read_request("predict", [*plain, "--num_labels", "7"]).question.num_labels == 7  # of a task that tags tokens
+    with pytest.raises(UsageError, match="num_labels: causal_lm predicts tokens"):
+        read_request("predict", [*plain, "--num_labels", "7"])
 
 
 @pytest.mark.parametrize(

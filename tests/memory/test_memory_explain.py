@@ -173,30 +173,6 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
         {"requested_bytes": 6 * MIB},
     ),
-    "XLA": (
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
-        "bytes.",
-        {"on_host": False, "requested_bytes": 8 * GIB, "total_bytes": 0},
-    ),
-    "XLA, older": (
-        "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
-        {"on_host": False, "requested_bytes": 16 * GIB},
-    ),
-    "PyTorch/XLA": (
-        "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate "
-        "1.16G. That was not possible. There are 1.01G free.; (0x0x0_HBM0)",
-        {"on_host": False, "requested_bytes": 1.16 * GIB, "free_bytes": 1.01 * GIB},
-    ),
-    "XLA's compiler": (
-        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.08G of "
-        "15.48G hbm. Exceeded hbm capacity by 3.60G.",
-        {"on_host": False, "requested_bytes": 0, "total_bytes": 15.48 * GIB},
-    ),
-    "XLA's allocator": (
-        "W external/xla/bfc_allocator.cc:485] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB "
-        "(rounded to 2684354560) requested by op",
-        {"on_host": False, "requested_bytes": 2.5 * GIB},
-    ),
     "Slurm": ("srun: error: node7: task 0: Out Of Memory", {"on_host": True}),
     "Kubernetes": ("State: Terminated\nReason: OOMKilled\nExit Code: 137", {"on_host": True}),
     "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"on_host": False, "requested_bytes": 0}),

@@ -572,3 +572,5 @@ def test_a_batch_has_labels_of_the_shape_that_the_data_has(
     batch = random_batch(job, 2)
     assert tuple(batch.labels.shape) == expected and batch.num_targets == batch.labels.numel()
     assert batch.labels.ge(0).all() and batch.labels.lt(num_labels or 300).all()
+    assert batch.labels.dtype == torch.int64
+    assert random_batch(replace(job, label_type="float32"), 2).labels.dtype == torch.float32

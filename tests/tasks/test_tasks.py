@@ -288,6 +288,12 @@ def test_classification_keeps_the_part_it_is_told(truncation: Any, max_length: i
     assert (found["length"], found["document_length"], found["label"]) == ([len(kept) + 2], [10], [1])
 
 
+@pytest.mark.parametrize(("task", "side"), [("sequence_classification", "left"), ("masked_lm", "right")])
+def test_final_cuts_at_the_side_that_the_task_does(task: str, side: str) -> None:
+    alone = made(task, max_length=8, truncation="keep_tail").stand_alone(tokenizer_of("words", ["a b"]))
+    assert alone.truncation_side == side and alone.model_max_length == 8
+
+
 def classified(corpus: Corpus, **data: Any) -> tuple[dict[str, datasets.Dataset], tuple[str, ...]]:
     """Its examples, and the names of its classes."""
     task = made("sequence_classification", **{"max_length": 16, **data})

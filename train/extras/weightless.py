@@ -1,4 +1,4 @@
-"""A copy of a model without its weights, on which extras try what it allows; and compiled models as they were."""
+"""A copy of a model without its weights, on which extras try what it allows; compiled models; models' positions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from train.records import one_line
+
+LIMIT = "max_position_embeddings"  # transformers' name for the number of positions; -1: none
 
 
 def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:
@@ -57,3 +59,9 @@ def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | N
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
     return twin
+
+
+def skipped_positions(model: nn.Module) -> int:
+    """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore

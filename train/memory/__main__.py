@@ -177,12 +177,14 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
         raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
     from train.memory.trial import try_model  # here: --help does not wait for torch
-    from train.tasks import load_task
+    from train.tasks import Task, load_task
 
     device = find_device(request.device) if request.device else this_device()
-    num_labels = request.num_labels or (2 if load_task(config.data.task).labelled else 0)
-    vocab_size = request.vocab_size or vocabulary_size(config)
-    question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
+    task = load_task(config.data.task)
+    if request.num_labels and task.label_names is Task.label_names:
+        raise UsageError(f"num_labels: {task.name} predicts tokens, which are no classes of the data: leave it out.")
+    sizes = request.vocab_size or vocabulary_size(config), request.num_labels or 2 * task.labelled, request.world_size
+    question = Question(config, device, *sizes, request.sharding)
     request.question, request.words, request.open = try_model(question), tuple(words), frozenset(left_open)
     return request
 

@@ -51,6 +51,7 @@ class Job:
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
     input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
     label_shape: tuple[int, ...] | None = None  # of an example's labels, -1 for S; None: a class, or one a position
+    label_type: str = "int64"
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
@@ -178,7 +179,8 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     of_each = job.label_shape if job.label_shape is not None else () if job.num_labels else (-1,)
     shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
-    labels = torch.randint(job.num_labels, shape) if job.num_labels else torch.randint(3, high, shape)
+    low, high = (0, job.num_labels) if job.num_labels else (3, high)
+    labels = torch.randint(low, high, shape, dtype=getattr(torch, job.label_type))
     num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()
     labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)

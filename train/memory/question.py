@@ -103,7 +103,7 @@ def position_limit(config: Config) -> int | None:
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from train.extras.positions import skipped_positions
+    from train.extras.weightless import skipped_positions
     from train.tasks import stored_config
 
     own = config.architecture

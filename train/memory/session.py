@@ -64,6 +64,7 @@ class MemorySession:
             accumulates=arithmetic.accumulation_steps > 1,
             padded="attention_mask" in longest.inputs,
             label_shape=tuple(-1 if size == length else size for size in longest.labels.shape[1:]),
+            label_type=str(longest.labels.dtype).removeprefix("torch."),
             num_targets=longest.num_targets or None,
             input_names=tuple(n for n in longest.inputs if n not in ("attention_mask", "position_ids", "documents")),
             documents=documents.lengths if documents is not None else (),

@@ -179,7 +179,8 @@ class Task:
         """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model continues."""
         made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
         if not self.is_causal:
-            made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
+            is_left = "truncation" in self.encode_settings and self.data.truncation == "keep_tail"
+            made.model_max_length = self.data.max_length
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
             frame = [*(f"mark-{i}" for i in start), "$A", *(f"mark-{i}" for i in end if not self.is_causal)]

@@ -79,6 +79,11 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
     assert describe(data, config) == []
     changed = config.changed(truncation="keep_tail", mlm_probability=0.3)
     assert describe(data, changed) == [f"{name}: does nothing with --task {task}" for name in unread]
+    assert describe(data, config.changed(decay_ratio=0.5, sgd_momentum=0.5)) == [
+        "decay_ratio: does nothing with --lr_scheduler linear",
+        "sgd_momentum: does nothing with --optimizer adamw",
+    ]
+    assert describe(data, config.changed(decay_ratio=0.5, lr_scheduler="warmup_stable_decay")) == []
 
 
 def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:

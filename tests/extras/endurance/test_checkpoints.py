@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from train import checkpoint
 from train.extras import Extras
 from train.extras.endurance import checkpoints
-from train.extras.endurance.checkpoints import NO_ROOM, NO_THREAD, Saving
+from train.extras.endurance.checkpoints import NO_ROOM, Saving
 from train.records import DivergenceError, Progress, Run, UserError
 from train.state import TrainingState
 
@@ -195,29 +195,6 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
         saving.save(run, state, Progress(step=step), wait=False)
         assert outputs.rotated[-1] == step
     assert (outputs.notes, saving.checkpoints_in_background) == ([NO_ROOM], 0)
-
-
-def test_where_no_thread_can_be_started_training_waits_and_says_so_once(
-    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine with a limit of processes; with several ranks the others write in the background all the same."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    gathered: list[str] = []
-    saving = Saving(in_background=True, gather=lambda name, text: (gathered.append(name), [text])[1])
-    for step in (1, 2):
-        saving.save(run, state, Progress(step=step), wait=False)
-        assert names(outputs)[-1] == f"step-0000000{step}"  # at once
-    saving.wait(1)
-    saving.finish(run)
-    assert (outputs.notes, outputs.rotated) == ([NO_THREAD], [1, 2])
-    assert gathered == ["checkpoint 1", "checkpoint 2"]
-    for step in (1, 2):
-        assert checkpoint.verify(outputs.checkpoints / f"step-0000000{step}") is None
-        assert checkpoint.restore(outputs.checkpoints / f"step-0000000{step}", state).step == step
 
 
 def test_one_failure_is_forgiven_and_two_in_a_row_are_not(

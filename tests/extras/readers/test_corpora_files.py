@@ -455,6 +455,12 @@ def test_values_are_held_out_like_any_document(value: Callable[[int], str], json
     assert load(path, True).splits["validation"]["text"][:] == plain.splits["validation"]["text"][:]
 
 
+def test_codes_with_a_point_are_classes(jsonl: Write) -> None:
+    codes = [f"{number % 12 + 1}.{number % 7 + 1}" if number % 50 else f"{number}.5" for number in range(400)]
+    corpus = load(jsonl(*({"text": f"t{i}", "label": code} for i, code in enumerate(codes))), True)
+    assert set(corpus.splits["train"]["label"]) == set(codes) and len(corpus.splits["validation"]) == 20
+
+
 def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
     path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
     assert message(path, True) == (
@@ -537,6 +543,13 @@ def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> N
         load(tmp_path / "in").notes[0]
         == f"{tmp_path / 'in'}: ignored 4 other files (3 of them texts: give a folder of one kind), read 2"
     )
+
+
+def test_texts_that_name_no_split_are_ignored_next_to_those_that_do(tmp_path: Path) -> None:
+    for name in ("train/a.txt", "train/b.txt", "test/c.txt", "notes.txt", "LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert load(tmp_path).notes[0] == f"{tmp_path}: ignored 2 other files, read 3"
 
 
 def test_a_stray_record_file_among_texts_is_named(jsonl: Write, tmp_path: Path) -> None:

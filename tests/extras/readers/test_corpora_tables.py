@@ -91,6 +91,27 @@ def test_validation_dataset_overrides(named: Path, tmp_path: Path) -> None:
     assert load(validation_dataset=str(tmp_path / "own.txt")).splits["validation"]["text"][:] == ["mine"]
 
 
+def saved(folder: Path, **splits: list[str]) -> str:
+    """A folder written by ``save_to_disk``."""
+    kinds = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(kinds).save_to_disk(folder)
+    return str(folder)
+
+
+def test_the_validation_dataset_is_validated_on_in_place_of_the_datas_own_splits(tmp_path: Path) -> None:
+    own = saved(tmp_path / "own", train=["t"], dev=[" "], test=["z"])
+    other = saved(tmp_path / "other", train=["no"], dev=["d"], blind=["b"])
+    found = load(dataset=own, validation_dataset=other, on_empty_document="error")
+    assert {name: split["text"][:] for name, split in found.splits.items()} == {
+        "train": ["t"],
+        "validation": ["d"],
+        "test": ["z"],
+    }
+    assert found.notes == (f"{own}: splits that are not used: dev",)
+    found = load(dataset=own, validation_dataset=other, validation_split="blind")
+    assert found.splits["validation"]["text"][:] == ["b"]
+
+
 def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     train = datasets.Dataset.from_dict({"text": ["a", "b", "c", "d"], "label": [0, 1, -1, 1]}, features=features)

@@ -82,6 +82,8 @@ def test_a_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> No
 def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
     with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
         prepared("causal_lm", metric_folder)
+    with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
+        prepared("sequence_classification", metric_folder, classes=1)  # of a task that predicts a number
 
 
 class Sided:

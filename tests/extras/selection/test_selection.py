@@ -80,6 +80,15 @@ def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() ->
         prepared(task="sequence_classification", metric_for_best="f1")
 
 
+def test_a_default_metric_that_a_task_of_ones_own_forgot_to_change_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = load_task("sequence_classification")
+    monkeypatch.setattr(own, "metrics", lambda *_: {"loss": 0.5, "mse": 0.5})
+    with pytest.raises(UserError, match=r"^default_metric of the task: 'accuracy' is not among .*: loss, mse\."):
+        prepared(task="sequence_classification")
+
+
 def test_the_checkpoint_of_the_best_stays() -> None:
     extra, run = prepared()
     assert extra.keep(run, {3, 4}, Progress(step=4, best_step=4)) == {3, 4}

@@ -127,15 +127,12 @@ class Extra(extras.Extra):
         changed = [name for name in differ if name != "code"]
         if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
             run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
-        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
-            raise UserError(
-                f"{checkpoint} was written with {name} {stored.get(name)}; the steps that are left cannot be made "
-                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
-            )
-        if changed and not run.config.of(Options).allow_changes_on_resume:
+        # Steps of another optimizer or batch would not continue those that are made, whatever is allowed.
+        is_fixed = not {"optimizer", "global_batch_size"}.isdisjoint(changed)
+        if changed and (is_fixed or not run.config.of(Options).allow_changes_on_resume):
             lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
+            allowed = "" if is_fixed else ", or --allow_changes_on_resume to continue with the new ones"
             raise UserError(
-                f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
-                "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
-                "new ones."
+                f"{checkpoint} belongs to a run with other settings ({lines}). Continue with the old ones, or give "
+                f"another --output_dir for a new run, --resume never to start from scratch here{allowed}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ import numpy as np
 
 from train.config import Config, fields
 from train.data import PreparedData
-from train.figures import FRACTION, several
+from train.figures import several
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import BatchArithmetic, Corpus, Parts, Run, UserError, column
 from train.tasks import Task
+
+FRACTION = re.compile(r"[+-]?(\d*\.\d*[1-9]\d*([eE][+-]?\d+)?|\d+\.?\d*[eE]-\d+)")  # a measurement, not a class
 
 
 def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
@@ -44,7 +47,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
                 more = "" if task.config.get("max_train_samples") is None else "raise --max_train_samples, "
                 raise UserError(
                     f"{where} (its labels: {', '.join(names[:20])}). Correct it, {more}or leave such records out "
-                    "with --on_bad_record skip."
+                    "with --on_bad_record skip. Is it the right --label_column?"
                 )
             notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
             splits[split] = documents.select(np.flatnonzero(is_known))
@@ -68,9 +71,12 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     for name, documents in data.corpus.splits.items() if not config.get("packing") else ():
         if (gone := len(documents) - len(data.examples[name])) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")
-    unread = {"mlm_probability", "truncation"} - {*task.encode_settings, task.target_share}
-    changed = [name for name in sorted(unread) if config.get(name) != fields()[name][1].default]
-    return [*lines, *(f"{name}: does nothing with --task {task.name}" for name in changed)]
+    read, known = {*task.encode_settings, task.target_share}, fields()
+    unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")
+    unread |= {"sgd_momentum": "optimizer"} if config.get("optimizer") != "sgd" else {}
+    unread |= {"decay_ratio": "lr_scheduler"} if config.get("lr_scheduler") != "warmup_stable_decay" else {}
+    changed = [name for name in sorted(unread.keys() & known) if config.get(name) != known[name][1].default]
+    return [*lines, *(f"{name}: does nothing with --{(by := unread[name])} {config.get(by)}" for name in changed)]
 
 
 def describe_training(run: Run, parts: Parts) -> list[str]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from train.extras.positions import LIMIT, skipped_positions
 from train.extras.small_copy import TRIED_PARAMETERS, obstacle_to_batches, obstacle_to_task
+from train.extras.weightless import LIMIT, skipped_positions
 from train.records import Run, UsageError, UserError
 from train.tasks import Task
 

@@ -24,7 +24,6 @@ from train.state import Block, TrainingState
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 Blocks: TypeAlias = Mapping[str, Mapping[str, Block]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
-NO_THREAD = "checkpoints: this process may start no more threads (ulimit -u), so training waits until each is written"
 
 
 class Saving:
@@ -121,11 +120,7 @@ class Saving:
         self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # this rank writes its part before it trains on; the threads of others need not know
-            run.outputs.note(NO_THREAD)
-            self._thread.run()
+        self._thread.start()
         return True
 
     def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:

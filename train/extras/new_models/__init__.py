@@ -37,7 +37,7 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
-    from train.extras.positions import LIMIT, skipped_positions
+    from train.extras.weightless import LIMIT, skipped_positions
 
     if model_type not in CONFIG_MAPPING:
         raise UserError(

@@ -90,9 +90,8 @@ class Extra(extras.Extra):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
         keys = ("dataset_config", "dataset_split", *(() if own.validation_dataset else ("validation_split",)))
-        is_plain = Path(name).exists() and not any(
-            (Path(name) / f"dataset_{k}.json").is_file() for k in ("dict", "info")
-        )
+        is_saved = any((Path(name) / f"dataset_{kind}.json").is_file() for kind in ("dict", "info"))
+        is_plain = Path(name).exists() and not is_saved
         if (of_hub := [key for key in keys if key in unread]) and (name == "stdlib" or is_plain):
             raise UsageError(f"{of_hub[0]}: {name} has neither splits nor configurations: leave it out.")
         if own.dataset_split == own.validation_split:

@@ -20,12 +20,12 @@ from train.config import Config
 from train.data import call_function, corpus_of
 from train.extras.readers import Source, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
-from train.figures import FRACTION, several
+from train.figures import several
 from train.records import SPLITS, Corpus, UserError
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
-_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLITS |= dict.fromkeys(tables.VALIDATION, "validation")
 
 
 def load_corpus(data: Source) -> Corpus:
@@ -127,7 +127,8 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
     if "train" in named.values():
         named = {file: split for file, split in named.items() if split}
     if ignored := [file.suffix.lower() in TEXT_SUFFIXES for file in files if file not in named]:
-        texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if sum(ignored) > 1 else ""  # 1: a README
+        is_mixed = kinds is RECORD_SUFFIXES and sum(ignored) > 1  # 1: a README
+        texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if is_mixed else ""
         read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
         data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
     return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
@@ -178,8 +179,8 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
 def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     """Documents to train on, and documents held out for validation.
 
-    A single document without a label is cut in two near its end; every label but a fractional number keeps a document
-    to train on. Raises UserError where there is too little for two splits.
+    A single document without a label is cut in two near its end. Every label keeps a document to train on, unless
+    labels are numbers that mostly differ. Raises UserError where there is too little for two splits.
     """
     name, fraction = data.dataset, data.validation_fraction
     if len(documents) == 1 and not data.labelled:
@@ -192,9 +193,10 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     order = np.random.default_rng(0).permutation(len(documents))
     count = min(max(round(len(documents) * fraction), 1), len(documents) - 1)
     if data.labelled:
-        labels = documents["label"][:]
-        last = {labels[p]: p for p in order if not FRACTION.fullmatch(str(labels[p]))}
-        order = np.array([p for p in order if last.get(labels[p]) != p], dtype=int)
+        labels = list(map(str, documents["label"]))
+        last = {labels[p]: p for p in order}
+        if 2 * len(last) <= len(labels) or not all(re.fullmatch(r"[-+.\deE]*\d", label) for label in last):
+            order = np.array([p for p in order if last[labels[p]] != p], dtype=int)
     validation = np.sort(order[:count])
     if not len(validation):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"

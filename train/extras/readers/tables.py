@@ -24,6 +24,8 @@ from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
 from train.figures import without_secrets
 from train.records import UserError, one_line
 
+VALIDATION = ("validation", "valid", "val", "dev")  # names of the split to validate on, the first that is there
+
 
 def load_named(data: Source) -> dict[str, Dataset]:
     """The splits of the dataset ``data.dataset`` on the Hub."""
@@ -51,7 +53,7 @@ def load_saved(path: Path, data: Source, only_validation: bool = False) -> dict[
         raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {one_line(error)}") from None
     saved: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if only_validation:
-        splits = {"validation": data.validation_split or next(name for name in ("validation", *saved) if name in saved)}
+        splits = {"validation": data.validation_split or next(name for name in (*VALIDATION, *saved) if name in saved)}
     else:
         splits = _choose(list(saved), data)
     return _documents(splits, saved, data, str(path))
@@ -115,9 +117,9 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
 
 def _choose(names: Sequence[str], data: Source) -> dict[str, str]:
     """Which of a dataset's splits (``names``) to train on, validate on and test on: those asked for, or named so."""
-    train, validation = data.dataset_split, data.validation_split
-    left = set(names) - _names_in(train)
-    validation = validation or next((name for name in ("validation", "valid", "val", "dev") if name in left), None)
+    train, left = data.dataset_split, set(names) - _names_in(data.dataset_split)
+    asked = [data.validation_split, *(name for name in VALIDATION if name in left)]
+    validation = None if data.validation_dataset else next(filter(None, asked), None)
     left -= _names_in(validation or "")
     chosen = {"train": train, "validation": validation, "test": "test" if "test" in left else None}
     if left := sorted(left - {"test"}):

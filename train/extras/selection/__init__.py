@@ -49,7 +49,7 @@ class Extra(extras.Extra):
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
         names = run.config.of(Options).metrics
-        if names and not data.task.labelled:
+        if names and not (data.task.labelled and len(data.label_names) > 1):
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
         self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
@@ -75,12 +75,11 @@ class Extra(extras.Extra):
             if known.get("data", self._data) != self._data:  # a run that is done is evaluated again, on these
                 run.outputs.earlier_summary = {}
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
-        if options.metric_for_best:
-            with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
-                one = np.array([[0.0, 1, 1, 1, 0, 0]])
-                found = data.task.metrics(one, examples["validation"], data.label_names)
-                found |= self.metrics(run, data, "validation", one)
-                self.evaluated(run, Progress(), Evaluation("validation", 0, found))
+        one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
+        with suppress(Exception):  # a fork's own may want more rows
+            found = data.task.metrics(one, examples["validation"], data.label_names)
+            found |= self.metrics(run, data, "validation", one)
+        self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         """Those asked for by name; ``data``: which validation data the others are of."""
@@ -94,7 +93,8 @@ class Extra(extras.Extra):
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
         if isinstance(found := evaluation.metrics.get(self._metric), list | dict | str | None):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
-            raise UserError(f"metric_for_best: {self._metric!r} is not among this task's metrics: {known}.")
+            whose = "metric_for_best" if run.config.of(Options).metric_for_best else "default_metric of the task"
+            raise UserError(f"{whose}: {self._metric!r} is not among this task's metrics: {known}.")
         value, best = float(found), progress.best_metric
         is_better = best is None or (value > best if self._grows else value < best)
         in_vain = progress.evaluations_without_improvement + 1
