@@ -93,7 +93,7 @@ def test_validation_dataset_overrides(named: Path, tmp_path: Path) -> None:
 
 def saved(folder: Path, **splits: list[str]) -> str:
     """A folder written by ``save_to_disk``."""
-    kinds = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    kinds: Any = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
     datasets.DatasetDict(kinds).save_to_disk(folder)
     return str(folder)
 
