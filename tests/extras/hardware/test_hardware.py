@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
+from support import ROOT
 
 from train.config import Config
 from train.extras.device import precision_in_use
@@ -46,6 +48,30 @@ def test_a_card_computes_in_half_precision_unless_asked_otherwise(
     launch, line = settle_precision(Launch(precision=launched), config, torch.device("cuda", 0))
     assert launch.precision == chosen
     assert line is None if said is None else line is not None and line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("file", "engine", "chosen"),
+    [
+        ("single_gpu", "ddp", "fp16"),
+        ("ddp", "ddp", "fp16"),
+        ("ddp_multi_node", "ddp", "fp16"),
+        ("fsdp2", "fsdp2", "fp16"),
+        ("fsdp2_multi_node", "fsdp2", "fp16"),
+        ("fsdp2_offload", "fsdp2", "no"),  # the loss scaler would read its scale before it is on the host
+    ],
+)
+def test_launch_files_start_on_cards_without_bf16(
+    file: str, engine: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two T4s, as Kaggle lends them; on newer cards the same file means bf16."""
+    values = yaml.safe_load((ROOT / "accelerate_configs" / f"{file}.yaml").read_text())
+    offloads = values.get("fsdp_config", {}).get("fsdp_offload_params", False)
+    asked = Launch(2, engine=engine, precision=values.get("mixed_precision", "no"), offloads=offloads)
+    for has_bf16, expected in ((False, chosen), (True, "bf16")):
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True, has=has_bf16: has)
+        launch, line = settle_precision(asked, Config().changed(model="x"), torch.device("cuda", 0))
+        assert launch.precision == expected and line is not None
 
 
 def test_a_cpu_computes_in_fp32_unless_asked_otherwise() -> None:
