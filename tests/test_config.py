@@ -87,12 +87,19 @@ def test_a_micro_batch_size_of_auto_asks_which_global_batch_it_divides(base: Pat
         ("--sequence_length=64", "--max_length"),
         ("--validation_file=a.txt", "--validation_dataset"),
         ("--use_lora", "--adapter lora"),
+        ("--torch_dtype=auto", "--dtype"),
+        ("--logging_steps=5", "--log_every_steps"),
     ],
 )
 def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(["--config", str(base), other])
     assert f"Did you mean {ours}?" in str(refused.value)
+
+
+def test_what_is_like_no_flag_leads_to_none(base: Path) -> None:
+    with pytest.raises(UsageError, match=r"unknown flag --deepspeed\. .*--help lists all"):
+        parse(["--config", str(base), "--deepspeed", "ds.json"])
 
 
 def test_gradient_checkpointing_alone_recomputes_every_layer(base: Path) -> None:

@@ -276,7 +276,7 @@ def missing() -> list[str]:
 def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
     ours = FAMILIAR.get(name, "")
-    close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, n=1)
+    close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, 1, 0.62)
     more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
     text = f"Did you mean {prefix}{close[0]}?" if close else more
     if gone := missing():

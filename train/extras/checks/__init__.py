@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Options:
     """What is let through."""
 
-    check_model: bool = option(True, "Refuse a model that by a small copy's numbers cannot learn the task.")
+    check_model: bool = option(True, "Try a small copy of the model; refuse one that cannot learn the task.")
     allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
 
 
