@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
-import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +25,6 @@ from train.config import Config
 from train.data import load_tokenizer
 from train.extras.digests import tokenizer_digest
 from train.extras.readers import own_tokenizers
-from train.launch import Launch
 from train.records import Corpus, UserError
 from train.tasks import causal_lm, tokenize
 
@@ -242,35 +239,6 @@ def test_a_path_in_a_folder_that_is_there_is_not_asked_from_the_hub(
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(UserError, match="tokenizer 'out/final': no such folder"):
         load_tokenizer("out/final")
-
-
-@pytest.mark.parametrize(
-    ("values", "offline"),
-    [
-        ({"model": "user/name", "model_config": None}, True),
-        ({"dataset": "user/name"}, True),
-        ({"tokenizer": "gpt2"}, True),
-        ({"dataset": "stdlib", "tokenizer": "bytes"}, False),
-        ({"dataset": "my_data.py:documents", "tokenizer": "train:300", "model": "nets:build"}, False),
-    ],
-)
-def test_where_the_hub_has_no_address_a_run_works_offline(
-    values: dict[str, Any], offline: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unknown(*_: Any) -> None:
-        if not offline:
-            pytest.fail("asked")
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    monkeypatch.setattr("train.extras.readers.getproxies", dict)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    extras.classes()["readers"].check(Config().changed(**values), Launch())
-    assert (os.environ.get("HF_HUB_OFFLINE") == "1") == offline
-    assert [r.message for r in caplog.records] == [
-        "huggingface.co has no address here: only what is cached of the Hub can be used"
-    ] * offline
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

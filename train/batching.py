@@ -38,7 +38,7 @@ def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
         near = f"{total - rest} or {total - rest + size * world_size}" if steps else f"{size * world_size}"
         raise UsageError(
             f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es): "
-            f"{near} would be, or another micro_batch_size."
+            f"{near} would be, or another {'number of processes' if total % world_size else 'micro_batch_size'}."
         )
     if accumulation not in (None, steps):
         raise UsageError(

@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
     except records.UserError as error:
-        # Every rank would print the same usage error, so only the first of a host does.
-        if str(error) and (error.exit_status != records.EXIT_USAGE or os.environ.get("LOCAL_RANK", "0") == "0"):
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if str(error) and not is_first:  # what all met the first of a host says, and then a launcher ends the others
+            time.sleep(3)
+        if str(error) and (is_first or error.exit_status != records.EXIT_USAGE):
             show_error(str(error))
-        elif str(error):
-            time.sleep(3)  # the first is about to say so, and a launcher ends all processes when one has ended
         return error.exit_status
     except KeyboardInterrupt:
         show_error("interrupted: ended at once. --resume auto, the default, resumes from the newest checkpoint.")

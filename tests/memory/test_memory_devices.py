@@ -113,7 +113,11 @@ def test_an_unknown_name_names_all(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "frobnicator", "24", "24 MiB", "h100 mig 1g.10gb", "rtx 4090 laptop gpu", "-3GiB"]
+    "text",
+    [
+        *("", "frobnicator", "24", "24 MiB", "h100 mig 1g.10gb", "rtx 4090 laptop gpu", "-3GiB"),
+        *("rtx 2080", "4060", "h20", "rtx 3060 8gb", "l4 48gb", "a100 24GiB"),  # other products, of other sizes
+    ],
 )
 def test_what_is_no_device_is_not_taken_for_one(text: str) -> None:
     with pytest.raises(UsageError, match="unknown device"):

@@ -23,6 +23,12 @@ SIMPLY_FULL = (
     "of which 5.56 MiB is free. Of the allocated memory 9.71 GiB is allocated by PyTorch, and 112.64 MiB is reserved "
     "by PyTorch but unallocated."
 )
+UNDER_WSL = (  # where 2^64 bytes stand for a size that Windows does not tell
+    "CUDA out of memory. Tried to allocate 3.74 GiB. GPU 0 has a total capacity of 4.00 GiB of which 0 bytes is free. "
+    "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Process 74390 has "
+    "17179869184.00 GiB memory in use. Of the allocated memory 16.20 GiB is allocated by PyTorch, and 844.14 MiB is "
+    "reserved by PyTorch but unallocated."
+)
 IN_A_CONTAINER = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
     "of which 1.56 GiB is free. Process 12345 has 77.5 GiB memory in use. Of the allocated memory 70 GiB is allocated "
@@ -173,6 +179,20 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
         {"requested_bytes": 6 * MIB},
     ),
+    "bitsandbytes": (
+        "Error out of memory at line 351 in file /mmfs1/bitsandbytes/csrc/pythonInterface.c",
+        {"on_host": False, "requested_bytes": 0},
+    ),
+    "MPS, one buffer": ("RuntimeError: Invalid buffer size: 24.00 GiB", {"requested_bytes": 24 * GIB}),
+    "cudaMallocAsync": (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated : 10.62 GiB\n"
+        "Requested : 128.00 MiB\nDevice limit : 12.00 GiB\nFree (according to CUDA): 0 bytes",
+        {"on_host": False, "requested_bytes": 128 * MIB},
+    ),
+    "Windows": (
+        "OSError: [WinError 1455] The paging file is too small for this operation to complete.",
+        {"on_host": True},
+    ),
     "Slurm": ("srun: error: node7: task 0: Out Of Memory", {"on_host": True}),
     "Kubernetes": ("State: Terminated\nReason: OOMKilled\nExit Code: 137", {"on_host": True}),
     "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"on_host": False, "requested_bytes": 0}),
@@ -237,6 +257,7 @@ def test_messages_of_several_ranks_are_not_mixed() -> None:
         "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
         "ValueError: max_length is large: lower it to avoid running out of memory",
         "RuntimeError: lower max_length to prevent CUDA out of memory errors",
+        "Unable to shutdown process 4711 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL",
         "Model loading took 45.11 GiB memory and 354.95 seconds; 1.2 GiB free",
     ],
 )
@@ -284,6 +305,8 @@ def occupied(requested: str, free: float, allocated: float, unallocated: float) 
         (UNDER_A_LIMIT, "the driver refused", "nvidia-smi"),
         (occupied("1.00 GiB", 1.5, 20.0, 0.1), "the driver refused", "nvidia-smi"),
         (MPS, "simply full", "--loss chunked"),
+        (UNDER_WSL, "PyTorch holds 17.02 GiB, more than the card has", "--loss chunked"),
+        ("NCCL WARN Error: failed to extend /dev/shm/nccl-a to 5967876 bytes", "processes", "--dataloader_num_workers"),
         (CPU_LINUX, "main memory (RAM) was full, not the GPU's", "--dataloader_num_workers 0"),
         (WORDINGS["cuBLAS"][0], "outside of PyTorch's allocator", "nvidia-smi"),
         (WORDINGS["driver"][0], "no figures", "nvidia-smi"),

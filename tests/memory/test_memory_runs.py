@@ -312,6 +312,11 @@ def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", max_length=8192, **budget)
     found.settle()
     assert {(job.micro_batch_size, job.length) for job in found.jobs} == {(128, 64)}  # not one of 8,192
+    assert {job.accumulates for job in found.jobs} == {True}
+    budget = {"max_tokens_per_micro_batch": 8192, "global_batch_size": 8}
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", max_length=1024, **budget)
+    found.settle()
+    assert {job.accumulates for job in found.jobs} == {False}  # the whole batch always fits in one
 
 
 @pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)
@@ -414,18 +419,19 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
         def predict(self, job: Any) -> Any:
             if job.values["gradient_checkpointing"] != "none":
                 raise UserError("this model cannot recompute")
+            assert job.values["eval_batch_size"] in (16, 1)  # not another because micro_batch_size follows
             size = max(3 * job.micro_batch_size, job.eval_batch_size or 0) * 2**30
             return SimpleNamespace(peak_bytes=size, bytes_by_kind={})
 
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="none", loss="full", eval_batch_size=16)
     monkeypatch.setattr(session, "Predictor", Predictor)
-    asked = Job(to_values(found.run.config), Target("cuda"), "AutoModelForCausalLM", 300, 1, 64, eval_batch_size=16)
+    asked = Job(to_values(found.run.config), Target("cuda"), "AutoModelForCausalLM", 300, 8, 64, eval_batch_size=16)
     found.session._asked = asked
     error = torch.OutOfMemoryError(MESSAGE)
     error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # pyright: ignore
     text = found.session.explain(error)
     assert "−13.00 GiB  --eval_batch_size 1 " in text
-    assert "--micro_batch_size" not in text
+    assert "--micro_batch_size" not in text and "peak 16.00 GiB" in text  # not that of the training step
 
 
 def test_logits_of_a_model_with_more_entries_than_its_tokenizer_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

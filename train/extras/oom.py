@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 # All patterns are for text without white space, see squeezed.
 _SIZE = r"(\d+(?:\.\d*)?)(bytes?|[KMGTPE]i?B)"
 _FIGURES = {
-    "requested_bytes": r"(?:allocate(?!d)|calloc)\D{0,20}?SIZE",
+    "requested_bytes": r"(?:allocate(?!d)|calloc|invalidbuffersize:|Requested:)\D{0,20}?SIZE",
     "total_bytes": r"totalcapaci?tyofSIZE",
     "free_bytes": "ofwhichSIZEisfree",
     "process_bytes": "thisprocesshasSIZEmemoryinuse",
@@ -22,11 +22,11 @@ _FIGURES = {
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 _TORCH = "outofmemory.Triedtoallocate"
 _HOST = (  # srun: of a step's control group
-    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]?kill|killedprocess)"
+    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|pagingfileistoosmall|oom[-_]?kill|killedprocess)"
     r"|srun:\S{0,60}OutOfMemory"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
-    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure)\d*)(?i:outofmemory)(?![a-z])"
+    rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure)\d*)(?i:outofmemory)(?!(?!atline)[a-z])"
     "|(?i:alloc(?:ation)?_failed|(?:tried|unable|failed)to(?:cuda)?[cm]?alloc|out_of_(?:device_)?memory)"
     "|(?i:status_not_initializedwhencallingcublascreate|wouldexceedallowedmemory|invalidbuffersize:)"
 )
@@ -93,8 +93,9 @@ def squeezed(message: str) -> str:
 
 
 def _bytes(number: str, unit: str) -> int:
-    # Allocators mean powers of two by GB and MB too.
-    return round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
+    # Allocators mean powers of two by GB and MB too. 2^64 bytes stand for a size that Windows does not tell.
+    size = round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
+    return size if size < 2**63 else 0
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:

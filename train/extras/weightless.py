@@ -55,9 +55,10 @@ def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | N
         if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
             twins[id(tensor)].quant_state = twins[id(scales)] = scales
     twin: Any = copy.deepcopy(model, twins)
-    if hasattr(twin, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
-        twin.set_attn_implementation("eager")
-        twin.set_experts_implementation("batched_mm")
+    for part in twin.modules():
+        if hasattr(part, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
+            part.set_attn_implementation("eager")
+            part.set_experts_implementation("batched_mm")
     return twin
 
 

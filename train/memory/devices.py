@@ -65,7 +65,10 @@ def find_device(text: str) -> Device:
         raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
     short, names = given.removeprefix("rtx"), [name for name, card in CARDS.items() if card.memory_gib]
     card, start = find_card(given) or find_card(f"rtx {short}"), "-".join(re.findall(r"[a-z0-9]+", short)) or "?"
-    meant = [n for n in names if CARDS[n] is card] or [n for n in names if n.removeprefix("rtx-").startswith(start)]
+    begins = re.compile(rf"(rtx-)?{re.escape(start)}(?!-ti\b)(?!(?<=\d\d)\d)")  # no h200 for an h20
+    meant = [n for n in names if CARDS[n] is card] or [n for n in names if begins.match(n)]
+    if said := re.search(r"(\d+)\s*gb", given):  # a card of another size has the name, too
+        meant = [n for n in meant if 0.8 < (CARDS[n].memory_gib or 0) / int(said[1]) < 1.1]
     if len(meant) > 1:
         raise UsageError(f"device {text!r} may be {' or '.join(meant)}. Say which.")
     if not meant:

@@ -69,13 +69,13 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
 }  # (what to type, what it does), cheapest first
 # What is told by words alone, squeezed: cause, what happened, why.
 _BY_WORDS = {
-    r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
+    r"(?i:buserror|insufficientsharedmemory)|(?:segment|failedtoextend)/dev/shm|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
     r"|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
         "shared",
         "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
         "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",
     ),
-    r"(?:Killed|[:\d]killed)(?!by)|SIGKILL|(?:^|\$\?)137$"
+    r"(?:Killed|[:\d]killed)(?!by)|(?<!viaSignals\.)SIGKILL|(?:^|\$\?)137$"
     r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)": (
         "host",
         "The system killed a process (signal 9, which shells report as exit status 137).",
@@ -110,6 +110,9 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
         named = ", ".join(str(process) for process, _ in oom.other_processes)
         who = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
         return "others", f"another program is on the same card{who}. It holds {others / total:.1%} of it."
+    if reserved > total > 0:
+        more = "more than the card has: the Windows driver, also under WSL, lends main memory, which is slow"
+        return "full", f"simply full. PyTorch holds {gib(reserved)}, {more}."
     huge = 0 < 0.25 * total <= requested
     scattered = unallocated + (0 if huge else free)
     if unallocated >= 0.05 * reserved > 0 and scattered >= requested > 0:

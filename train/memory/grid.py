@@ -64,7 +64,7 @@ def grid_text(question: Question, grid: Grid) -> str:
     for row in grid:
         cells = "".join(f"{cell.needed_bytes / 2**30:>9.2f} {'  ' if cell.fits else 'no'}" for cell in row)
         lines.append(f"{row[0].job.length:>10,}  {cells}".rstrip())
-    total, room = gib(question.device.total_bytes), gib(question.room_bytes)
+    total, room = gib(question.total_bytes), gib(question.room_bytes)
     lines += ["", f"no: more than the {room} that may be taken of {total}."]
     return "\n".join(lines if question.pads else [*lines, f"Note: {UNPADDED}."])
 

@@ -185,7 +185,8 @@ class Question:
     @property
     def total_bytes(self) -> float:
         """Of the device, or the configuration's own budget."""
-        return min(self.device.total_bytes, (self.config.get("memory_budget_gib") or math.inf) * 2**30)
+        own = self.device.total_bytes // (self.world_size if self.device.kind == "cpu" else 1)  # which ranks share
+        return min(own, (self.config.get("memory_budget_gib") or math.inf) * 2**30)
 
     @property
     def room_bytes(self) -> int:

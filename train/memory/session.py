@@ -61,7 +61,6 @@ class MemorySession:
             sharding=sharding_of(run),
             micro_batch_size=size,
             length=length,
-            accumulates=arithmetic.accumulation_steps > 1,
             padded="attention_mask" in longest.inputs,
             label_shape=tuple(-1 if size == length else size for size in longest.labels.shape[1:]),
             label_type=str(longest.labels.dtype).removeprefix("torch."),
@@ -130,7 +129,8 @@ class MemorySession:
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
             longest = longest_of(parts.batches)
-            rehearse(run, parts, [longest] * (2 if parts.batches.arithmetic.accumulation_steps > 1 else 1))
+            accumulates = (self._asked or self._job(run.config)).accumulates
+            rehearse(run, parts, [longest] * (2 if accumulates else 1))
             size, length = longest.shape
             meter: Any = run.extras.by_name["meter"]
             meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
@@ -159,9 +159,12 @@ class MemorySession:
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", None)
-        job, size = self._asked, "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
-        if job is not None and shape is not None:
-            job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})
+        if (job := self._asked) is not None and shape is not None:
+            sizes: dict[str, Any] = {"micro_batch_size": shape[0]}
+            if phase == "evaluation":  # beside which a step of single examples is small
+                sizes = {"micro_batch_size": 1, "eval_batch_size": shape[0]}
+                sizes["values"] = {**job.values, "eval_batch_size": shape[0]}
+            job = replace(job, length=shape[1], eval_length=None, num_targets=None, **sizes)
         predicted, changes = self._cheaper_settings(job) if job is not None else (None, [])
         situation = Situation(
             phase=phase,

@@ -169,6 +169,8 @@ def test_a_mask_or_a_cache_is_left_to_sdpa() -> None:
         assert torch.equal(model(ids, attention_mask=mask).logits, told(input_ids=ids, attention_mask=mask).logits)
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask, "pad_token_id": 0, "use_cache": True}
     assert torch.equal(model.generate(ids, **options), told.generate(ids, **options))
+    options["attention_mask"] = torch.ones_like(ids)  # as a run's sample does, which generate() leaves out
+    assert torch.equal(model.generate(ids, **options), told.generate(ids, **options))
 
 
 # What a card would be asked

@@ -69,7 +69,7 @@ def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple
         extras.check(config, replace(launch, precision=half))
     except UsageError as error:
         return "no", f"precision: fp32 (this card would take {half}, but {error})"
-    return half, f"precision: {half}, because none was asked for (--mixed_precision no trains in fp32)"
+    return half, f"precision: {half}, because none was asked for (--mixed_precision no after train/main.py: fp32)"
 
 
 def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:

@@ -42,7 +42,7 @@ def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     documents, implementation = kwargs.pop("documents", None), model.config._attn_implementation
     if documents is None:
         ids = args[0] if args else kwargs.get("input_ids")
-        told = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
+        told = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cache"))
         if told or len(args) > 1 or ids is None or implementation != "sdpa":
             return args, kwargs
         documents = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)

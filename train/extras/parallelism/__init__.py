@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run
+from train.records import MicroBatch, Run, exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,8 +121,10 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
         missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
-    found = "as asked for" if run.config.of(Options).find_unused_parameters else obstacle_on_trial(model, unused)
-    if found is not None:  # only then: DDP's search for them takes up to a tenth of a short step
+    found = "as asked for" if run.config.of(Options).find_unused_parameters else None
+    if found := found or next(
+        filter(None, exchange(obstacle_on_trial(model, unused))), None
+    ):  # only then: DDP's search for them takes up to a tenth of a short step
         run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
         run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found}")
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from train import extras
 from train.config import Config, option
@@ -24,7 +18,6 @@ if TYPE_CHECKING:
 
     from train.data import PreparedData
 
-logger = logging.getLogger(__name__)
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
 
@@ -64,21 +57,6 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
-def _work_offline_without_an_address(config: Config) -> None:
-    """Where the Hub's host has no address, its libraries would ask again and again for half a minute."""
-    names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
-    files = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-    given = [name for name in names if name and not name.endswith(files) and not Path(name).exists()]
-    asks = any(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) for name in given)
-    if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
-        host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-        try:
-            socket.getaddrinfo(host, 443)
-        except OSError:
-            logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
-            os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 class Extra(extras.Extra):
     Options = Options
 
@@ -103,7 +81,6 @@ class Extra(extras.Extra):
         for folder in filter(Path.is_dir, map(Path, (name, own.validation_dataset or name))):
             if folder.resolve() in (output, *output.parents):
                 raise UsageError(f"output_dir: it lies in the dataset {folder}: its files would be read as documents.")
-        _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
