@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -86,6 +87,20 @@ def same(one: Sequence[Sequence[MicroBatch]], other: Sequence[Sequence[MicroBatc
 def arithmetic(micro: int, accumulation: int | None, total: int | None, world: int) -> BatchArithmetic:
     given = {"gradient_accumulation_steps": accumulation, "global_batch_size": total}
     return arithmetic_of(Config().changed(micro_batch_size=micro, **given), world)
+
+
+@pytest.mark.parametrize(
+    ("micro", "total", "world", "said"),
+    [
+        (3, 8, 2, "6 or 12 would be, or another micro_batch_size."),
+        (2, 8, 3, "6 or 12 would be, or another number of processes."),  # which no micro-batch divides
+    ],
+)
+def test_a_batch_that_cannot_be_divided_is_told_with_what_would_do(
+    micro: int, total: int, world: int, said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        arithmetic(micro, None, total, world)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from train.checkpoint import verify
 from train.config import fields, parse
 from train.figures import read_metrics
 from train.main import main
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, IGNORE, UsageError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, IGNORE, UsageError, UserError
 from train.tasks import load_task
 
 STEPS = 6
@@ -224,6 +224,10 @@ def test_the_first_process_of_a_host_has_time_to_tell_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A launcher ends the others as soon as one has ended."""
+
+    def refuse(*_: Any) -> None:
+        raise UserError("a rank's own mistake")
+
     waited: list[float] = []
     monkeypatch.setattr("train.main.time.sleep", waited.append)
     for rank, says in (("0", True), ("1", False)):
@@ -231,6 +235,12 @@ def test_the_first_process_of_a_host_has_time_to_tell_a_usage_error(
         assert main(["--learning_rat", "1"]) == EXIT_USAGE
         assert ("learning_rat" in capsys.readouterr().err) is says
     assert waited == [3]
+    monkeypatch.setattr("train.main.parse", refuse)
+    for rank in ("0", "1"):  # another error may be this rank's alone, so it is told in the end
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main([]) == EXIT_ERROR
+        assert "rank's own mistake" in capsys.readouterr().err
+    assert waited == [3, 3]
 
 
 def test_finished_run_is_not_done_again_but_can_be_made_longer_or_started_again(

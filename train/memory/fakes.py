@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map, tree_map_only
 
 from train.extras import host_memory
-from train.extras.meter.tracker import StorageTracker, storage_of, tensors_in
+from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
@@ -52,9 +52,7 @@ class FakeTracker(StorageTracker):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return _scalar(func, args[0])
-        result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
-        if result is None:
-            result = follow(func, args, kwargs)
+        result = aten.add_.Tensor(*args) if adds_in_place(func, args, kwargs) else follow(func, args, kwargs)
         if func.overloadpacket is aten.any:
             result._is_rare = True
         if self.paused:
@@ -84,21 +82,6 @@ def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, 
     """The products of experts, whose rows end at ``ends`` (E,): of (N, H) and (E, H, K), or of (K, N) and (N, H)."""
     groups = [] if first.ndim != second.ndim else [len(first if ends is None or first.ndim == 3 else ends)]
     return first.new_empty(*groups, first.shape[-2], second.shape[-1])
-
-
-def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """The sum of two gradients of one tensor as autograd makes it for real ones: in the first, if nothing else uses it.
-
-    For a tensor subclass autograd always makes a new one, which with tied embeddings would be one table too much.
-    """
-    first, second = args
-    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    if kwargs or not in_backward or not isinstance(first, FakeTensor) or not isinstance(second, Tensor):
-        return None
-    is_alike = first.shape == second.shape and first.dtype == second.dtype
-    # its storage is used by the tensor, and by the object just made
-    is_free = is_alike and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
-    return aten.add_.Tensor(first, second) if is_free else None
 
 
 @contextmanager

@@ -188,3 +188,20 @@ def test_classes_are_those_of_labels_else_of_the_model_else_of_the_tokenizer() -
     network.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
     network._from_config = None  # of transformers
     assert (num_classes_of(network, 3, 100), num_classes_of(network, 0, 100)) == (3, 128)
+
+
+def test_gradients_that_meet_are_added_as_autograd_adds_them_when_nobody_looks_on() -> None:
+    """In the first of the two, which it does not do for followed operators; the peak is that of torch's allocator."""
+    from scripts.benchmarks.harness import traced_allocations
+
+    def fan_in() -> None:
+        leaf = torch.ones(2**16, requires_grad=True)
+        hidden = leaf * 2
+        ((hidden * 2).sum() + (hidden * 3).sum() + (hidden * 4).sum()).backward()
+
+    fan_in()  # threads and caches are there
+    with traced_allocations() as truth:
+        fan_in()
+    with StorageTracker("cpu") as tracker:
+        fan_in()
+    assert abs(tracker.peak.num_bytes - truth.peak_bytes) < 64  # scalars

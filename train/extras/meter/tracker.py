@@ -177,11 +177,29 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(now, self.phase, by_kind, str(operator))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_place = adds_in_place(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self.see(tensor)
-        self.observe(func)
+        if not in_place:  # the first of the two gradients is gone with the next operator
+            self.observe(func)
         return result
+
+
+def adds_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether autograd would add two gradients of one tensor in the first of them, as nothing else uses it.
+
+    While operators are followed, and for a tensor subclass, it always makes a new one, which with tied embeddings would
+    be one table too much.
+    """
+    if func is not torch.ops.aten.add.Tensor or kwargs:
+        return False
+    (first, second), in_backward = args, torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    if not (in_backward and isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    # its storage is used by the tensor, and by the object just made
+    return is_alike and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
