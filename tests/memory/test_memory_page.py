@@ -416,6 +416,17 @@ def test_tables_of_a_card_are_those_of_its_results() -> None:
             assert any(figures <= {part.split(" (")[0] for part in line} for line in known), (name, figures)
 
 
+def test_the_comparison_on_a_cpu_is_that_of_its_results() -> None:
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "docs" / "results" / "long_sequence-cpu.json").read_text(encoding="utf-8"))["results"]
+    shown = {"SFTTrainer 1.16.0": "TRL's SFTTrainer 1.16.0"}
+    for name, row in rows.items():
+        time, share = row["time_ratio"], row["peak_bytes"] / rows["Trainer"]["peak_bytes"]
+        line = f"| {shown.get(name, name)} | {row['peak_bytes'] / 2**20:,.0f} | {share:.2f} | {time['median']:.2f}"
+        line += "" if name == "Trainer" else f" ({time['quartile_1']:.2f} to {time['quartile_3']:.2f})"
+        assert f"{line} |" in page
+
+
 def test_measured_figures_are_those_of_the_results() -> None:
     """Those of [A], and how exact README and the page say that predictions are."""
     found = json.loads((ROOT / "docs" / "results" / "memory_accuracy-cpu.json").read_text(encoding="utf-8"))
