@@ -75,11 +75,12 @@ class Extra(extras.Extra):
             if known.get("data", self._data) != self._data:  # a run that is done is evaluated again, on these
                 run.outputs.earlier_summary = {}
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
-        one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
-        with suppress(Exception):  # a fork's own may want more rows
-            found = data.task.metrics(one, examples["validation"], data.label_names)
-            found |= self.metrics(run, data, "validation", one)
-        self.evaluated(run, Progress(), Evaluation("validation", 0, found))
+        if self._metric != "loss":  # which every task has
+            one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
+            with suppress(Exception):  # a fork's own may want more rows
+                found = data.task.metrics(one, examples["validation"], data.label_names)
+                found |= self.metrics(run, data, "validation", one)
+            self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         """Those asked for by name; ``data``: which validation data the others are of."""
