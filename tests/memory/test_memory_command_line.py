@@ -74,7 +74,7 @@ def test_classes_and_padding() -> None:
     assert read_request("predict", [*words, "--num_labels", "7"]).question.num_labels == 7
     plain = [word.replace("sequence_classification", "causal_lm") for word in words]
     assert read_request("predict", plain).question.num_labels == 0
-    with pytest.raises(UsageError, match="num_labels: causal_lm predicts tokens"):
+    with pytest.raises(UsageError, match="num_labels: causal_lm has no classes"):
         read_request("predict", [*plain, "--num_labels", "7"])
 
 

@@ -182,7 +182,7 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     device = find_device(request.device) if request.device else this_device()
     task = load_task(config.data.task)
     if request.num_labels and task.label_names is Task.label_names:
-        raise UsageError(f"num_labels: {task.name} predicts tokens, which are no classes of the data: leave it out.")
+        raise UsageError(f"num_labels: {task.name} has no classes of its own: leave it out.")
     sizes = request.vocab_size or vocabulary_size(config), request.num_labels or 2 * task.labelled, request.world_size
     question = Question(config, device, *sizes, request.sharding)
     request.question, request.words, request.open = try_model(question), tuple(words), frozenset(left_open)
