@@ -434,6 +434,28 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
     assert "--micro_batch_size" not in text and "peak 16.00 GiB" in text  # not that of the training step
 
 
+@pytest.mark.parametrize(("accumulation", "made"), [(1, 1), (3, 2)])
+def test_ranks_that_share_a_sequence_rehearse_as_often_as_they_accumulate(
+    accumulation: int, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd global batch, which the number of processes does not divide: it is one of their single data rank."""
+    import torch
+
+    from train.memory import session
+    from train.records import BatchArithmetic, MicroBatch
+
+    launch, rehearsed = Launch(2, engine="fsdp2", cp_size=2), list[int]()
+    found = NextToACard(monkeypatch, 2**40, "cpu", launch, global_batch_size=accumulation, rehearse=True)
+    ids = torch.ones(1, 64, dtype=torch.long)
+    longest = MicroBatch({"input_ids": ids}, ids, 64, (0,), 64)
+    monkeypatch.setattr(session, "longest_of", lambda batches: longest)
+    monkeypatch.setattr(session, "rehearse", lambda run, parts, batches: rehearsed.append(len(batches)))
+    found.session._predictor.close = lambda: None
+    found.session.ask()
+    found.session.rehearse(SimpleNamespace(batches=SimpleNamespace(arithmetic=BatchArithmetic(1, accumulation, 1))))
+    assert rehearsed == [made]
+
+
 def test_logits_of_a_model_with_more_entries_than_its_tokenizer_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -22,8 +22,8 @@ _FIGURES = {
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 _TORCH = "outofmemory.Triedtoallocate"
 _HOST = (  # srun: of a step's control group
-    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|pagingfileistoosmall|oom[-_]?kill|killedprocess)"
-    r"|srun:\S{0,60}OutOfMemory"
+    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]?kill|killedprocess)"
+    r"|pagingfileistoosmall|srun:\S{0,60}OutOfMemory"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure)\d*)(?i:outofmemory)(?!(?!atline)[a-z])"

@@ -69,8 +69,8 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
 }  # (what to type, what it does), cheapest first
 # What is told by words alone, squeezed: cause, what happened, why.
 _BY_WORDS = {
-    r"(?i:buserror|insufficientsharedmemory)|(?:segment|failedtoextend)/dev/shm|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
-    r"|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
+    r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
+    r"|(?:segment|failedtoextend)/dev/shm|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
         "shared",
         "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
         "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",

@@ -129,8 +129,10 @@ class MemorySession:
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
             longest = longest_of(parts.batches)
-            accumulates = (self._asked or self._job(run.config)).accumulates
-            rehearse(run, parts, [longest] * (2 if accumulates else 1))
+            several = (
+                parts.batches.arithmetic.accumulation_steps > 1 if self._asked is None else self._asked.accumulates
+            )
+            rehearse(run, parts, [longest] * (2 if several else 1))
             size, length = longest.shape
             meter: Any = run.extras.by_name["meter"]
             meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
@@ -161,7 +163,7 @@ class MemorySession:
         phase = fault.phase if fault else getattr(meter, "phase", None)
         if (job := self._asked) is not None and shape is not None:
             sizes: dict[str, Any] = {"micro_batch_size": shape[0]}
-            if phase == "evaluation":  # beside which a step of single examples is small
+            if phase == "evaluation":  # next to which a step of single examples is small
                 sizes = {"micro_batch_size": 1, "eval_batch_size": shape[0]}
                 sizes["values"] = {**job.values, "eval_batch_size": shape[0]}
             job = replace(job, length=shape[1], eval_length=None, num_targets=None, **sizes)

@@ -205,3 +205,11 @@ def test_gradients_that_meet_are_added_as_autograd_adds_them_when_nobody_looks_o
     with StorageTracker("cpu") as tracker:
         fan_in()
     assert abs(tracker.peak.num_bytes - truth.peak_bytes) < 64  # scalars
+
+
+def test_sparse_gradients_that_meet_are_left_alone() -> None:
+    """They have no storage to look at."""
+    table = nn.Embedding(8, 4, sparse=True)
+    with StorageTracker("cpu"):
+        (table(torch.tensor([1, 2])).sum() + table(torch.tensor([2, 3])).sum()).backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse

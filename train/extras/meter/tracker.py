@@ -197,9 +197,9 @@ def adds_in_place(func: Any, args: Any, kwargs: Any) -> bool:
     (first, second), in_backward = args, torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
     if not (in_backward and isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
-    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    is_alike, storage = first.shape == second.shape and first.dtype == second.dtype, storage_of(first)
     # its storage is used by the tensor, and by the object just made
-    return is_alike and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
+    return is_alike and storage is not None and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

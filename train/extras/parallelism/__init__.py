@@ -121,12 +121,11 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
         missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
-    found = "as asked for" if run.config.of(Options).find_unused_parameters else None
-    if found := found or next(
-        filter(None, exchange(obstacle_on_trial(model, unused))), None
-    ):  # only then: DDP's search for them takes up to a tenth of a short step
+    is_asked = run.config.of(Options).find_unused_parameters
+    found = ["as asked for"] if is_asked else [*filter(None, exchange(obstacle_on_trial(model, unused)))]
+    if found:  # on any rank; only then: DDP's search for them takes up to a tenth of a short step
         run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
-        run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found}")
+        run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found[0]}")
 
 
 def _kind(launch: Launch) -> Any:
