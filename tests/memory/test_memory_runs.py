@@ -450,9 +450,10 @@ def test_ranks_that_share_a_sequence_rehearse_as_often_as_they_accumulate(
     longest = MicroBatch({"input_ids": ids}, ids, 64, (0,), 64)
     monkeypatch.setattr(session, "longest_of", lambda batches: longest)
     monkeypatch.setattr(session, "rehearse", lambda run, parts, batches: rehearsed.append(len(batches)))
-    found.session._predictor.close = lambda: None
+    monkeypatch.setattr(found.session._predictor, "close", lambda: None, raising=False)
     found.session.ask()
-    found.session.rehearse(SimpleNamespace(batches=SimpleNamespace(arithmetic=BatchArithmetic(1, accumulation, 1))))
+    parts: Any = SimpleNamespace(batches=SimpleNamespace(arithmetic=BatchArithmetic(1, accumulation, 1)))
+    found.session.rehearse(parts)
     assert rehearsed == [made]
 
 
