@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 
 from train import checkpoint
 from train.config import Config, check
@@ -91,11 +92,21 @@ def test_a_file_of_somebody_else_that_cannot_be_read_is_not_called_unwritable(nu
         assert "cannot be written: no." in str(extra.failed(None, OSError(number, "no")))
 
 
-def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launch", [Launch(2), Launch(engine="fsdp2"), Launch(2, engine="fsdp2")])
+def test_several_processes_and_shards_are_not_guarded_unless_asked_for(launch: Launch) -> None:
     run = run_with()
-    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    run.launch = launch
     engine = Engine(run.accelerator, run.config)
     assert Extra().wrap_step(run, engine) is engine
+
+
+def test_compiled_data_parallelism_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with(on_oom="split")
+    run.launch, engine = Launch(2), Engine(run.accelerator, run.config)
+    monkeypatch.setattr(run.accelerator.state.dynamo_plugin, "backend", DynamoBackend.INDUCTOR)
+    run.outputs.note = Mock()
+    assert Extra().wrap_step(run, engine) is engine
+    run.outputs.note.assert_called_once_with("on_oom: split does nothing here: DDP is compiled")
 
 
 @pytest.mark.parametrize("launch", [Launch(2, engine="fsdp2"), Launch(2, engine="deepspeed"), Launch(2, tp_size=2)])

@@ -132,14 +132,19 @@ class Extra(extras.Extra):
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
             return engine
-        from train.extras.endurance.recovery import Recovering, can_recover
+        from accelerate.utils import DynamoBackend
+
+        from train.extras.endurance.recovery import Recovering
         from train.step import Engine
 
-        on_oom, accelerator = run.config.of(Options).on_oom, run.accelerator
-        may = on_oom != "stop" and not (on_oom == "auto" and accelerator.num_processes > 1)
-        if not may or type(engine) is not Engine or not can_recover(accelerator):
-            if on_oom in ("split", "adapt"):
-                run.outputs.note(f"on_oom: {on_oom} does nothing here: DDP is compiled, or has a hook")
+        on_oom, is_alone = run.config.of(Options).on_oom, run.launch.world_size == 1
+        # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
+        may = on_oom in ("split", "adapt") or (on_oom == "auto" and is_alone and run.launch.engine == "ddp")
+        if not may or type(engine) is not Engine:
+            return engine
+        compiler = run.accelerator.state.dynamo_plugin
+        if not is_alone and compiler and compiler.backend != DynamoBackend.NO:  # compiled DDP cannot be bypassed
+            run.outputs.note(f"on_oom: {on_oom} does nothing here: DDP is compiled")
             return engine
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
         self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, release_memory
+from accelerate.utils import release_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,19 +47,6 @@ class OutOfMemoryError(StepError):
         if self.weights_intact:
             advice = "It cannot be split. Try gradient_checkpointing, a smaller max_length or a smaller model"
         super().__init__(f"out of memory in {fault.where}. {advice}. The error was: {one_line(fault.error)}")
-
-
-def can_recover(accelerator: Accelerator) -> bool:
-    """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients."""
-    # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting. A
-    # compiled DistributedDataParallel and its communication hooks cannot be bypassed.
-    kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
-    return kind == DistributedType.NO or (
-        kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-        and accelerator.parallelism_config is None
-        and (compiler is None or compiler.backend == DynamoBackend.NO)
-        and (handler is None or handler.comm_hook == DDPCommunicationHookType.NO)
-    )
 
 
 class Recovering(Engine):
