@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,6 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
 # Byte-level pieces are characters in the order of Unicode: printable bytes come first, the others follow.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _IDS = len(MARKS) + np.argsort([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)])
-# How ByteLevel splits ASCII, and where it certainly splits any text: after what is printed, before a new line.
-_WORDS = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-_LINES = re.compile(r"(?<=[!-~])(?=\n)")
 MOST_UNKNOWN = 0.05
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
@@ -82,25 +77,9 @@ def _with_names(tokenizer: Tokenizer, spec: str) -> PreTrainedTokenizerBase:
     names: dict[str, Any] = {"bos_token": END, "eos_token": END, "pad_token": PAD, "mask_token": MASK}
     names |= {"unk_token": UNKNOWN} if spec == "words" else {}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
-    if spec != "words":
-        made.ids_of = ids_of_bytes if spec == "bytes" else _by_words(tokenizer)
+    if spec == "bytes":
+        made.ids_of = ids_of_bytes
     return made
-
-
-def _by_words(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """The ids of a text by a trained tokenizer, in a third of the time: a text is made of a few words, whose ids are
-    kept (some 50 MB at most); lines that are not plain are left to it."""
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    ids_of_word = lru_cache(2**18)(lambda word: encode(word).ids)
-
-    def ids_of_lines(text: str) -> list[int]:
-        ids: list[int] = []
-        for line in _LINES.split(text):
-            is_plain = line.isascii() and "<|" not in line  # with which special tokens begin
-            ids += chain.from_iterable(map(ids_of_word, _WORDS.findall(line))) if is_plain else encode(line).ids
-        return ids
-
-    return ids_of_lines
 
 
 def ids_of_bytes(text: str) -> list[int]:
