@@ -67,8 +67,7 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
 class OffloadedInputs:
     """torch's ``checkpoint(function, *inputs)`` with inputs kept in host memory from a layer's forward to its backward.
 
-    Only the first, and positional tensors that need a gradient: hidden states. Masks, position embeddings and
-    parameters belong to all layers and stay; an input that several layers share (encoder states) is copied once.
+    Only the first, the hidden states. What several layers share (masks, position embeddings, encoder states) stays.
 
     The device holds at a time: in forward only the input of the current layer; in backward that of the current layer
     and, unless it is large, of the next one to be recomputed. A tensor on the device is released only after the
@@ -87,21 +86,16 @@ class OffloadedInputs:
         return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        tensors = [x for x in inputs if isinstance(x, Tensor) and (x is inputs[0] or x.requires_grad)]
-        moved = {x.untyped_storage()._cdata: x for x in tensors if self._moves(x)}
-        if not moved or not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and inputs and isinstance(inputs[0], Tensor) and self._moves(inputs[0])):
             return self._checkpoint(function, *inputs, **options)
+        first = inputs[0].untyped_storage()._cdata, inputs[0].shape  # no tensor, which hooks would keep alive
 
         def pack(tensor: Tensor) -> Tensor | _Resting:
-            original = moved.get(tensor.untyped_storage()._cdata)
-            return tensor if original is None or original.shape != tensor.shape else self._rest(original)
+            return self._rest(tensor) if (tensor.untyped_storage()._cdata, tensor.shape) == first else tensor
 
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
         with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.take()):
-            try:
-                return self._checkpoint(function, *inputs, **options)
-            finally:
-                moved.clear()  # autograd may keep the hooks, which must not keep what they moved away
+            return self._checkpoint(function, *inputs, **options)
 
     def _moves(self, tensor: Tensor) -> bool:
         is_hidden = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
@@ -113,14 +107,10 @@ class OffloadedInputs:
 
     @torch.no_grad()
     def _rest(self, tensor: Tensor) -> _Resting:
-        version, known = getattr(tensor, "_rests_as", (None, lambda: None))
-        if (resting := known()) is not None and version == tensor._version:
-            return resting
         if (before := self._last()) is not None:
             before.leave()
         resting = _Resting(tensor, self)
         self._last = weakref.ref(resting)
-        tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
         return resting
 
 
