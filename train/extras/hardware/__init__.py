@@ -7,8 +7,6 @@ CPU, one thread next to several processes, and no run of several processes witho
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -104,7 +102,6 @@ def cpu_has_fast_bf16() -> bool:
 
 def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
     """TF32 on cards that have it; threads of the host; memory and process group of a process on a CPU."""
-    import accelerate.optimizer
     import torch
 
     own = config.of(Options)
@@ -116,9 +113,6 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
     if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # so accelerate launch has it
         share = max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(own.cpu_threads or share)
-    # accelerate's optimizer searches the disk for a package twice a step, and inspects this method; once is enough.
-    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
-    torch.optim.Optimizer.zero_grad.__signature__ = inspect.signature(torch.optim.Optimizer.zero_grad)  # pyright: ignore
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
