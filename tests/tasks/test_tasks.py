@@ -17,7 +17,6 @@ from support import run_for
 from torch import nn
 
 from train.config import Config
-from train.extras.report.sample import sample
 from train.model import build_model
 from train.records import IGNORE, Corpus, UsageError, column
 from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
@@ -162,20 +161,6 @@ def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]])
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert gradients
     return loss.item(), gradients
-
-
-def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
-    task = made("causal_lm", max_length=24)
-    config = transformers.LlamaConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    run = run_for(task.config)
-    first, again = (sample(run, task, model, BYTES, "to be or not to be") for _ in range(2))
-    assert first is not None and first == again
-    assert first.startswith("to be or not⟪") and first.endswith("⟫")
-    assert sample(run, task, nn.Linear(1, 1), BYTES, "to be") is None
-    assert sample(run, task, model, BYTES, "") is None  # nothing to begin with
 
 
 # masked_lm
