@@ -160,7 +160,9 @@ def test_batches_of_any_size_see_the_same_examples(tmp_path: Path) -> None:
         size = int(name.partition(",")[0])
         assert (config.optimization.max_steps, arithmetic_of(config, 1).global_batch_size) == (96 // size, size)
         assert num_warmup_steps(96 // size, config.optimization) == 24 // size
-    assert first["2, √"][-4:-2] == ("--learning_rate_scaling=sqrt", "--learning_rate_reference_batch_size=8")
+    usual = parse(words).optimization.learning_rate
+    assert parse([*words, *first["2, √"]]).optimization.learning_rate == pytest.approx(usual / 2)
+    assert parse([*words, *first["16, unscaled"]]).optimization.learning_rate == usual
     with pytest.raises(UsageError, match="7 does not divide the 96 examples"):
         batch_size.trials_of(Namespace(**{**vars(own), "sizes": [7]}), words)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from train.config import Config
 
 SCALINGS = {"none": "unscaled", "sqrt": "√", "linear": "linear"}  # of the learning rate
+EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of the batch, by which the rate is multiplied
 EVALUATIONS = 10  # of each run, at equal shares of its tokens
 CLOSE_EVALUATIONS = 40  # where steps until a loss are compared
 
@@ -80,6 +81,7 @@ def flags_of(config: Config, size: int, examples: int, scaling: str, noise_from:
         raise UsageError(f"--sizes: {size} does not divide the {examples:,} examples of a run.")
     steps, own = examples // size, building.global_batch_of(config)
     warmup = [f"--warmup_steps={optim.warmup_steps * own // size}"] if optim.warmup_steps is not None else []
+    times = (size / own) ** EXPONENTS[scaling]
     micro = min(size, optim.micro_batch_size) if optim.micro_batch_size != "auto" else 1
     micro = min(micro, max(1, size // 4)) if size == noise_from else micro
     evaluations = EVALUATIONS if noise_from is None else CLOSE_EVALUATIONS
@@ -89,8 +91,7 @@ def flags_of(config: Config, size: int, examples: int, scaling: str, noise_from:
         f"--global_batch_size={size}",
         f"--micro_batch_size={micro}",
         f"--max_steps={steps}",
-        f"--learning_rate_scaling={scaling}",
-        f"--learning_rate_reference_batch_size={own}",
+        f"--learning_rate={optim.learning_rate * times}",
         f"--eval_every_steps={max(1, steps // evaluations)}",
         f"--log_every_steps={max(1, steps // max(evaluations, 3 * EVALUATIONS))}",
     )

@@ -27,7 +27,6 @@ from train.extras.optimizers import Extra, offload
 from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, Link, OffloadedAdamW
-from train.figures import read_metrics
 from train.launch import Launch, read_launch
 from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, MicroBatch, Progress, StepOutcome, UsageError
@@ -724,34 +723,6 @@ def test_sgd_takes_its_momentum() -> None:
     optimizer = optim.build_optimizer(run_for(config), nn.Linear(2, 2))
     assert isinstance(optimizer, torch.optim.SGD)
     assert {(group["momentum"], group["lr"]) for group in optimizer.param_groups} == {(0.6, 0.2)}
-
-
-@pytest.mark.parametrize(("scaling", "times"), [("none", 1), ("linear", 512 / 128), ("sqrt", math.sqrt(512 / 128))])
-def test_learning_rate_follows_the_global_batch_as_told(
-    scaling: str, times: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The configuration that is kept says the scaled one, and would not scale it a second time."""
-    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 64}
-    scaled = {"learning_rate": 0.01, "learning_rate_scaling": scaling, "learning_rate_reference_batch_size": 128}
-    run = run_for(from_values({**sizes, **scaled}), launch=Launch(world_size=4))
-    unused: Any = None
-    changed = Extra().change_config(run, run.config, unused)
-    assert changed.optimization.learning_rate == pytest.approx(0.01 * times, rel=1e-12)
-    assert Extra().change_config(run, changed, unused) == changed
-    shown = [] if scaling == "none" else [f"learning rate: {0.01 * times:.2e}, scaled from 1.00e-02 for 4 × the"]
-    assert [note[: len(shown[0])] for note in run.outputs.notes] == shown
-
-
-def test_a_scaled_learning_rate_is_what_a_run_trains_with(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--learning_rate", 1e-3, "--lr_scheduler", "constant", "--global_batch_size", 4, "--max_steps", 2]
-    flags += ["--learning_rate_scaling", "linear"]
-    assert train(recipe, tmp_path / "run", *flags) == EXIT_USAGE
-    assert "learning_rate_scaling needs learning_rate_reference_batch_size" in capsys.readouterr().err
-    assert train(recipe, tmp_path / "run", *flags, "--learning_rate_reference_batch_size", 1) == EXIT_DONE
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["learning_rate"] for row in rows if row["kind"] == "train"] == [pytest.approx(4e-3)] * 2
 
 
 @pytest.mark.parametrize("asked", ["fp16", None])

@@ -14,7 +14,6 @@ from train.records import Run, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from train.data import PreparedData
     from train.step import Engine
 
 
@@ -30,8 +29,6 @@ class Options:
         "nearest", "How adamw rounds bf16 weights; kahan keeps the error in 2 more bytes per weight."
     )
     sgd_momentum: float = option(0.9, "Momentum of sgd.", ge=0)
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option("none", "By global batch / reference batch.")
-    learning_rate_reference_batch_size: int | None = option(None, "Global batch learning_rate was chosen for.", ge=1)
 
 
 class Extra(extras.Extra):
@@ -42,8 +39,6 @@ class Extra(extras.Extra):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
-        if own.learning_rate_scaling != "none" and own.learning_rate_reference_batch_size is None:
-            raise UsageError("learning_rate_scaling needs learning_rate_reference_batch_size, which it scales from.")
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:
@@ -68,18 +63,6 @@ class Extra(extras.Extra):
             )
         if own.optimizer_in_backward:
             _check_in_backward(config, launch)
-
-    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
-        """The learning rate scaled to the global batch: linear (arXiv 1706.02677) or by the square root."""
-        from train.batching import arithmetic_of
-
-        own, rate = config.of(Options), config.optimization.learning_rate
-        if own.learning_rate_scaling == "none" or own.learning_rate_reference_batch_size is None:
-            return config
-        times = arithmetic_of(config, run.launch.dp_size).global_batch_size / own.learning_rate_reference_batch_size
-        scaled = rate * times ** (0.5 if own.learning_rate_scaling == "sqrt" else 1.0)
-        run.outputs.note(f"learning rate: {scaled:.2e}, scaled from {rate:.2e} for {times:.3g} × the reference batch")
-        return config.changed(learning_rate=scaled, learning_rate_scaling="none")
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         from torch.optim import SGD, Adafactor
