@@ -71,7 +71,7 @@ class Extra(extras.Extra):
             if type(model_config) not in known and task.auto_class not in (own or {}):
                 what = f"transformers has no {model_config.model_type} for {task.name}"
                 raise UserError(f"model: {what}: give another model or task.")
-            fit.check_sizes(model_config, tokenizer, run.config.data.max_length)
+            fit.check_sizes(model_config, len(tokenizer), run.config.data.max_length)
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit

@@ -27,12 +27,12 @@ def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
             raise UserError(f"{task.name}: the tokenizer has no {name} token; take one that does (bytes, train:8192).")
 
 
-def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipped: int = 0) -> None:
+def check_sizes(config: PretrainedConfig, num_tokens: int, max_length: int, skipped: int = 0) -> None:
     """Raises UserError for a vocabulary or a table of positions that is too small; ``skipped`` are never used."""
     vocab_size = getattr(config, "vocab_size", None)
-    if vocab_size is not None and vocab_size < len(tokenizer):
+    if vocab_size is not None and vocab_size < num_tokens:
         raise UserError(
-            f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
+            f"the model has {vocab_size} embeddings, the tokenizer {num_tokens} tokens: give the tokenizer that "
             "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
         )
     limit = (getattr(config, LIMIT, None) or 0) - skipped
@@ -65,4 +65,4 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
     if own.is_function and num_labels and known != num_labels:
         raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
     if isinstance(config, PretrainedConfig):
-        check_sizes(config, range(num_tokens), run.config.data.max_length, skipped_positions(network))
+        check_sizes(config, num_tokens, run.config.data.max_length, skipped_positions(network))
