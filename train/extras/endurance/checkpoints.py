@@ -56,8 +56,8 @@ class Saving:
             return
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
-        refuse_nonfinite(run, state, progress)
-        if not in_background or not self._begin(run, state, progress):
+        blocks = refuse_nonfinite(run, state, progress)
+        if not in_background or not self._begin(run, state, progress, blocks):
             checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator.process_index)
             self._last_failed = False
             run.outputs.rotate(run, progress)
@@ -93,9 +93,9 @@ class Saving:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(seconds)
 
-    def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
-        """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
-        blocks = state.blocks(rank := run.accelerator.process_index)
+    def _begin(self, run: Run, state: TrainingState, progress: Progress, blocks: Blocks) -> bool:
+        """Whether every rank has room for a copy of its ``blocks``; then it is on its way, or that has failed."""
+        rank = run.accelerator.process_index
         tensors = [block.tensor for named in blocks.values() for block in named.values()]
         size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
         has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
@@ -148,8 +148,11 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> None:
-    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one is not finite."""
+def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> Blocks:
+    """What this rank has to write; DivergenceError, on all ranks together, if some of what was trained is not finite.
+
+    Handed on because DeepSpeed copies all of its state to the host for it.
+    """
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     blocks = state.blocks(run.accelerator.process_index)
     held = {n: p.tensor for s in blocks for n, p in blocks[s].items() if s == "optimizer" or n in trained}
@@ -164,6 +167,7 @@ def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> None
         remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
+    return blocks
 
 
 def copied(blocks: Blocks, buffer: Tensor) -> dict[str, dict[str, Block]]:
