@@ -144,6 +144,40 @@ def test_a_tied_module_of_ones_own_with_a_buffer_and_the_largest_element_as_its_
     assert largest_difference(final_weights(tmp_path / "cpu"), final_weights(tmp_path / "fsdp2")) < EXACT
 
 
+EXPERTS = """
+import torch
+from torch import nn
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 16), nn.Linear(16, 300)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, input_ids):
+        expert = self.experts[input_ids.shape[1] % 2]
+        return self.head(torch.tanh(expert(self.embed(input_ids)).cumsum(1)))
+
+def build():
+    return Experts()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["fsdp2", "deepspeed_zero2"])
+def test_ranks_that_use_different_modules_end_the_run_before_anything_is_saved(
+    file: str, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    flags = ["--model", f"{tmp_path / 'experts.py'}:build", "--model_config", None, "--tokenizer", "bytes"]
+    flags += ["--config", recipe, "--output_dir", tmp_path / "out", "--log_every_steps", 10, "--save_every_steps", 3]
+    # One micro-batch a step, so that each rank exchanges as much as the other: nothing else would notice.
+    done = launched(file, *flags, "--micro_batch_size", 1, "--global_batch_size", 2)
+    assert done.returncode == 1, done.stderr[-3000:]  # the launcher's own
+    assert done.stderr.count("ranks used different modules of the model in one micro-batch") == 1, done.stderr[-3000:]
+    assert not [*(tmp_path / "out" / "checkpoints").glob("step-*")]
+
+
 @pytest.mark.slow
 def test_an_embedding_that_the_head_shares_stays_with_it(recipe: Path, tmp_path: Path) -> None:
     """BERT names its embeddings among what is not to be split, and so FSDP2 would manage the weight twice."""

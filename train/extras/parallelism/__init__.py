@@ -6,6 +6,7 @@ parallelism divides each layer. Each is a small engine behind the one optimizer 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run, exchange
+from train.records import MicroBatch, Parts, Progress, Run, UserError, exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,9 @@ class Extra(extras.Extra):
 
     Options = Options
     _batches: Batches | None = None
+
+    def __init__(self) -> None:
+        self._order, self._used = 0, dict[int, None]()  # of all micro-batches, and of this one
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -98,6 +102,33 @@ class Extra(extras.Extra):
         divided = kind(engine.accelerator, engine.config, engine.mark)
         divided.copies, divided.loss_share = run.launch.copies, 1 / run.launch.tp_size
         return divided
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        """Notes which modules each micro-batch uses, where ranks that use different ones hand each other wrong parts.
+
+        Not inside compiled layers, which each note would divide.
+        """
+        if run.launch.engine != "ddp" and run.accelerator.num_processes > 1 and not run.config.get("compile"):
+            for number, module in enumerate(parts.model.modules(), start=1):
+                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                    module.register_forward_pre_hook(functools.partial(self._use, number))
+
+    def _use(self, number: int, module: nn.Module, inputs: object) -> None:
+        if module.training:
+            self._used[number] = None  # once: chunks of a sequence may use one as often as they like
+
+    def mark(self, phase: str) -> None:
+        self._order, self._used = hash((self._order, *self._used)), {}
+
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
+        """Raises UserError if ranks have used different modules in a step since the last line: it is not saved."""
+        if run.launch.engine != "ddp" and len(set(exchange(self._order))) > 1:
+            raise UserError(
+                "ranks used different modules of the model in one micro-batch: FSDP2 and DeepSpeed mix up their parts "
+                "of it. This happens where layers depend on the batch or are left out at random. The steps since the "
+                "last line of the log are wrong and were not saved. Use accelerate_configs/ddp.yaml."
+            )
+        return progress
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Explains what DDP waits for."""
