@@ -124,6 +124,17 @@ def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes"), [([True, False], {"1", "0"}), ([1.0, 0.0], {"1", "0"}), ([0.5, 1.0], {"0.5", "1.0"})]
+)
+def test_numbers_and_truth_are_the_classes_that_they_are_in_files(
+    labels: list[Any], classes: set[str], tmp_path: Path
+) -> None:
+    datasets.Dataset.from_dict({"text": list("abcd"), "label": labels * 2}).save_to_disk(tmp_path / "own")
+    corpus = load(True, dataset=str(tmp_path / "own"), validation_fraction=0.0)
+    assert {str(label) for label in corpus.splits["train"]["label"]} == classes
+
+
 def test_bad_and_empty_records(named: Path) -> None:
     table = pa.table({"text": ["a", None, " ", "d", "e"], "label": [1, 2, 3, 1, 5]})
     pq.write_table(table, named / "train.parquet")

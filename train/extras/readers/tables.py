@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import datasets
 import numpy as np
 from datasets import Dataset, config
 from datasets.fingerprint import Hasher
-from pyarrow import compute
+from pyarrow import ArrowInvalid, compute
 
 from train.extras.cache import file_digest
 from train.extras.digests import ROWS_AT_ONCE
@@ -82,6 +83,10 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
         raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
     contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
     table = table.select_columns(list(names)).rename_columns(names)
+    if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
+        with suppress(ArrowInvalid):  # 1, 1.0 and true are the class 1, as in files; 0.5 stays a number
+            whole = table.select_columns("label").with_format("arrow")[:]["label"].cast("int64").to_pylist()
+            table = table.remove_columns("label").add_column("label", whole)  # pyright: ignore[reportCallIssue]
     # The one that a dataset was saved with need not stand for its content.
     table._fingerprint = Hasher.hash([table._fingerprint, contents])
     return good_rows(table, data, what)
