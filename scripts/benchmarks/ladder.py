@@ -87,7 +87,7 @@ def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: in
         "host_bytes": outcome.host_bytes,
         "bytes_by_kind": outcome.prediction.bytes_by_kind,
     }
-    if longest and outcome.prediction.seconds:
+    if longest:
         row["tokens_per_second"] = 1 / outcome.seconds_per_token
     return row
 

@@ -213,7 +213,7 @@ def test_steps_on_a_card_take_about_as_long_as_estimated() -> None:
         for seconds, values in steps:
             config = config_of({"tokenizer": "bytes", "mixed_precision": "bf16", **values})
             question = Question(config, find_device("h200"), values["model_config"]["vocab_size"])
-            ratios.append(seconds / (predicted(question, predictions).prediction.seconds or 0.0))
+            ratios.append(seconds / predicted(question, predictions).prediction.seconds)
     *half, single = ratios
     said = f"{min(half):.2f} to {max(half):.2f} times as long as estimated; one in fp32 took {single:.1f} times"
     assert said in words_of(PAGE), said

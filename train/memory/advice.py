@@ -61,7 +61,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
     ]
     lines = [f"{outcome.setting}:"]
     lines += [f"{label:<18}{gib(size):>12}  {note}".rstrip() for label, size, note in rows if size]
-    if question.has_known_speed and prediction.seconds:
+    if device.has_known_speed:
         seconds = prediction.seconds + outcome.link_seconds
         taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
         rate = count(question.world_size / outcome.seconds_per_token)
@@ -100,7 +100,7 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
         notes.append(UNPADDED)
     if question.device.kind == "cpu":
         notes.append("room is what is free of this machine's memory; Python and its libraries take about 0.5 GiB of it")
-    elif not question.has_known_speed and not question.on_cpu:
+    elif not question.device.has_known_speed and not question.on_cpu:
         notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by rates of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")
@@ -125,7 +125,7 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain values for JSON."""
     values = asdict(outcome)
-    if not question.has_known_speed:
+    if not question.device.has_known_speed:
         values["prediction"]["seconds"] = None
     del values["job"]
     shares = {"context_bytes": question.device.context_bytes, "nccl_bytes": question.nccl_bytes}

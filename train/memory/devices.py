@@ -26,6 +26,11 @@ class Device:
         """As torch calls the type of device."""
         return next((kind for kind in ("cpu", "mps") if self.name.startswith(kind)), "cuda")
 
+    @property
+    def has_known_speed(self) -> bool:
+        """Whether times can be estimated."""
+        return self.memory_bytes_per_second is not None and find_card(self.name) is not None
+
 
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
 # what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX

@@ -35,7 +35,7 @@ MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch h
 class FakeTracker(StorageTracker):
     """Tracks storages and ``costs``, answers what only data could, and adds the buffers inside kernels."""
 
-    def __init__(self, device_type: str, costs: Costs | None = None) -> None:
+    def __init__(self, device_type: str, costs: Costs) -> None:
         super().__init__(device_type)
         self.fake_mode, self.costs = active_fake_mode(), costs
         self.repeats = 1  # how often a real step would do what is done now
@@ -63,8 +63,7 @@ class FakeTracker(StorageTracker):
         if self.trace is not None:  # below zero: no storage has such a key
             self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
         self.observe(func, sum(sizes))
-        if self.costs is not None:
-            self.costs.count(func, args, kwargs, result, self.repeats)
+        self.costs.count(func, args, kwargs, result, self.repeats)
         return result
 
 

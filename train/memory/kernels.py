@@ -275,7 +275,7 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 @contextmanager
-def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
+def library_losses(capability: tuple[int, int], costs: Costs) -> Iterator[None]:
     """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
     with (
         patched(fused, "cut_cross_entropy", lambda *tensors: _CutCrossEntropy.apply(*tensors, costs)),
@@ -286,9 +286,7 @@ def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator
 
 class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, costs: Costs | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, costs: Costs) -> Tensor:
         ctx.costs = costs
         log_z, mean_logits = (torch.empty(n, device=hidden.device) for n in (len(hidden), len(weight)))
         ctx.save_for_backward(hidden, weight, bias, labels, log_z, mean_logits)
@@ -314,7 +312,7 @@ class _CutCrossEntropy(torch.autograd.Function):
 class _Liger(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, capability: tuple[int, int], costs: Costs | None
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, capability: tuple[int, int], costs: Costs
     ) -> Tensor:
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden)
@@ -340,8 +338,7 @@ class _Liger(torch.autograd.Function):
         return *found, None, None
 
 
-def _count_products(costs: Costs | None, hidden: Tensor, weight: Tensor, number: int) -> None:
+def _count_products(costs: Costs, hidden: Tensor, weight: Tensor, number: int) -> None:
     """Adds ``number`` products of hidden states (N, H) and weight (V, H), which read both and write one of them."""
-    if costs is not None:
-        traffic = (2 * hidden.numel() + 2 * weight.numel()) * hidden.element_size()
-        costs.add(2 * len(weight) * hidden.numel(), traffic, hidden.dtype, number, REACHED_FLOPS)
+    traffic = (2 * hidden.numel() + 2 * weight.numel()) * hidden.element_size()
+    costs.add(2 * len(weight) * hidden.numel(), traffic, hidden.dtype, number, REACHED_FLOPS)

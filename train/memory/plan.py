@@ -61,8 +61,7 @@ class Outcome:
     @property
     def seconds_per_token(self) -> float:
         """Of forward and backward on one rank, estimated. The update takes every setting as long, and is left out."""
-        seconds = (self.prediction.seconds or 0.0) + self.link_seconds
-        return seconds / (self.job.micro_batch_size * self.job.length)
+        return (self.prediction.seconds + self.link_seconds) / (self.job.micro_batch_size * self.job.length)
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
@@ -71,7 +70,7 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     prediction = predictions.of(job := question.job(setting), setting.techniques)
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
-    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
+    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds
     link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
     if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
         weights, trained = _fp32_shard_bytes(job, prediction)
@@ -197,7 +196,7 @@ class Search:
                 return outcome.seconds_per_token <= 0.0
             before = tried[-2]
             examples = last.setting.micro_batch_size - before.setting.micro_batch_size
-            seconds = (last.prediction.seconds or 0.0) - (before.prediction.seconds or 0.0)
+            seconds = last.prediction.seconds - before.prediction.seconds
             floor = max(0.0, min(floor, seconds / (examples * last.job.length)))
         return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
 

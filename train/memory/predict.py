@@ -22,18 +22,22 @@ from train.records import IGNORE, MicroBatch, UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS = ("no", "tf32", "fp16", "bf16")
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device that a prediction is for, as far as memory and time depend on it."""
+    """The device that a prediction is for, as far as memory and time depend on it.
+
+    Its rates are those of a common processor where no others are known: they rank settings.
+    """
 
     device_type: str  # cpu, cuda or mps
     capability: tuple[int, int] = (9, 0)
     prefers_cudnn: bool = False  # whether torch tries cuDNN's attention before flash
-    flops_per_second: dict[str, float] = field(default_factory=dict)  # by precision: no, fp16, bf16
-    bytes_per_second: float | None = None
+    flops_per_second: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PRECISIONS, 1e12))
+    bytes_per_second: float = 1e11
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Prediction:
     num_parameters: int
     num_trained_parameters: int
     attention_kernels: tuple[str, ...]
-    flops: float | None  # of one forward and backward
-    seconds: float | None  # estimated, of one forward and backward
+    flops: float  # of one forward and backward
+    seconds: float  # estimated, of one forward and backward
     prediction_seconds: float
     notes: tuple[str, ...] = ()
     offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers

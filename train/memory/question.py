@@ -15,7 +15,7 @@ from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import Recompute, ladder_on
-from train.memory.predict import HALF, Job, Target
+from train.memory.predict import HALF, PRECISIONS, Job, Target
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
@@ -23,20 +23,20 @@ MARGIN = 0.02  # share of the device left free: for the display, other processes
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 UNPADDED = "padding changes this model's results, so each micro-batch is one example"  # where not Question.pads
-PRECISIONS = ("no", "tf32", "fp16", "bf16")
 
 
 def target_of(device: Device) -> Target:
-    """``device`` as a prediction needs it, with no rates where its speed is unknown."""
+    """``device`` as a prediction needs it; a card of unknown speed has the rates of the stand-in."""
     if device.kind != "cuda":
         return Target(device.kind)
-    capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
+    rated = device if device.has_known_speed else find_device(STAND_IN)
+    capability = device.compute_capability or rated.compute_capability or (8, 0)
     return Target(
         device_type="cuda",
         capability=capability,
         prefers_cudnn=capability in ((9, 0), (10, 0), (10, 3)),  # wheels for them bring a cuDNN newer than 9.15
-        flops_per_second={p: rate for p in PRECISIONS if (rate := peak_flops_per_second(device.name, p))},
-        bytes_per_second=device.memory_bytes_per_second,
+        flops_per_second={p: rate for p in PRECISIONS if (rate := peak_flops_per_second(rated.name, p))},
+        bytes_per_second=rated.memory_bytes_per_second or 0.0,
     )
 
 
@@ -178,11 +178,6 @@ class Question:
         return target_of(self.device)
 
     @property
-    def has_known_speed(self) -> bool:
-        """Whether times can be estimated."""
-        return bool(self.target.bytes_per_second and self.target.flops_per_second)
-
-    @property
     def total_bytes(self) -> float:
         """Of the device, or the configuration's own budget."""
         own = self.device.total_bytes // (self.world_size if self.device.kind == "cpu" else 1)  # which ranks share
@@ -287,17 +282,10 @@ class Question:
         return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
-        """The step with ``setting``; on a device of unknown speed with rates that rank.
-
-        Raises UsageError if the optimizer asked for does not work with it.
-        """
-        config, target = self.config.changed(**self.changes(setting)), self.target
+        """The step with ``setting``; raises UsageError if the optimizer asked for does not work with it."""
+        config = self.config.changed(**self.changes(setting))
         extras.check(config, self._launch(setting.sharding))
-        if not self.has_known_speed:
-            processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
-            like = processor if self.on_cpu else target_of(find_device(STAND_IN))
-            target = replace(target, flops_per_second=like.flops_per_second, bytes_per_second=like.bytes_per_second)
-        job = job_of(config, target, self.vocab_size, self.num_labels, self.world_size)
+        job = job_of(config, self.target, self.vocab_size, self.num_labels, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:

@@ -51,8 +51,8 @@ def predict(job: Job) -> Prediction:
         if job.target.device_type == "cuda" and not torch.cuda.is_initialized():
             ranks.still_streams()
     run, rates = run_of(job, config), job.target.flops_per_second.items()
-    known = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
-    costs = Costs(known, job.target.bytes_per_second) if known and job.target.bytes_per_second else None
+    own = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
+    costs = Costs(own, job.target.bytes_per_second)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
@@ -71,7 +71,7 @@ def predict(job: Job) -> Prediction:
         tracker.reset_peak()
         engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, tracker.mark))
         engine.step(model, optimizer, [batch])
-        flops, seconds = (costs.flops, costs.seconds) if costs else (None, None)  # without the evaluation
+        flops, seconds = costs.flops, costs.seconds  # without the evaluation
         tracker.mark("idle")
         if job.eval_batch_size:
             model.eval()
