@@ -9,9 +9,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.memory import use_expandable_segments, uses_expandable_segments
 from train.memory.allocator import CachingAllocator, replay
+from train.memory.fakes import FakeTracker
+from train.memory.kernels import Costs
 
 KIB, MIB = 2**10, 2**20
 
@@ -327,3 +331,17 @@ def test_segments_are_expandable_unless_the_allocator_was_told_otherwise(
     own = {name: "max_split_size_mb:128"}
     use_expandable_segments(own)
     assert own == {name: "max_split_size_mb:128"} and not uses_expandable_segments(own)
+
+
+def test_each_allocation_and_free_of_a_prediction_is_recorded() -> None:
+    with FakeTensorMode(), FakeTracker("cuda", Costs({torch.float32: 1e12}, 1e12)) as tracker:
+        one, two, empty = (torch.empty(size, device="cuda") for size in (100, 129, 0))
+        assert [size for _, size in tracker.trace] == [512, 1024]
+        one.add_(1)  # nothing new
+        one.untyped_storage().resize_(600)
+        assert [size for _, size in tracker.trace] == [512, 1024, -512, 1024]
+        del one
+        assert [size for _, size in tracker.trace] == [512, 1024, -512, 1024, -1024]
+        tracker.restart_trace()
+        assert tracker.trace == [(two.untyped_storage()._tracked_as, 1024)]  # pyright: ignore
+        assert tracker.live_bytes == 1024 and len(tracker.live) == 2 and not empty.numel()

@@ -33,11 +33,15 @@ MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch h
 
 
 class FakeTracker(StorageTracker):
-    """Tracks storages and ``costs``, answers what only data could, and adds the buffers inside kernels."""
+    """Tracks storages and ``costs``, answers what only data could, and adds the buffers inside kernels.
+
+    Each allocation and free is recorded in ``trace``.
+    """
 
     def __init__(self, device_type: str, costs: Costs) -> None:
         super().__init__(device_type)
         self.fake_mode, self.costs = active_fake_mode(), costs
+        self.trace: list[tuple[int, int]] = []  # (storage, ± bytes)
         self.repeats = 1  # how often a real step would do what is done now
         self.paused = False  # while true, nothing is counted
         self.offloaded_bytes = 0  # host memory for inputs of layers
@@ -60,11 +64,20 @@ class FakeTracker(StorageTracker):
         for tensor in tensors_in(result):
             self.see(tensor)
         sizes = [rounded_up(size, self.granule_bytes) for size in temporary_bytes(func, args, result)]
-        if self.trace is not None:  # below zero: no storage has such a key
-            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
+        # below zero: no storage has such a key
+        self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
         self.observe(func, sum(sizes))
         self.costs.count(func, args, kwargs, result, self.repeats)
         return result
+
+    def restart_trace(self) -> None:
+        """The trace begins with what is live now, as if it had been allocated in one go."""
+        self.trace = [(key, block.num_bytes) for key, block in self.live.items() if block.num_bytes]
+
+    def _resize(self, key: int, size: int) -> None:
+        if size != (before := self.live[key].num_bytes):
+            self.trace += [(key, n) for n in (-before, size) if n]
+        super()._resize(key, size)
 
 
 def _scalar(func: Any, tensor: Tensor) -> Any:

@@ -102,7 +102,7 @@ def predict(job: Job) -> Prediction:
 
 def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
     """What the caching allocator comes to hold, and with how much it would do on a full card."""
-    if tracker.trace is None:
+    if tracker.device_type != "cuda":
         return tracker.peak.num_bytes, tracker.peak.num_bytes
     allocator = replay(tracker.trace, grows := uses_expandable_segments())
     return allocator.reserved_bytes, allocator.least_reserved_bytes if grows else allocator.reserved_bytes

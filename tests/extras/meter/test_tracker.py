@@ -49,16 +49,15 @@ def test_storages_count_once_and_until_they_go() -> None:
         assert tracker.live_bytes == odd.nbytes == 3
 
 
-def test_sizes_on_cuda_are_rounded_up_and_each_change_is_recorded() -> None:
+def test_sizes_on_cuda_are_rounded_up() -> None:
     with FakeTensorMode(), StorageTracker("cuda") as tracker:
         one, two = torch.empty(100, device="cuda"), torch.empty(129, device="cuda")
         torch.empty(100)  # on the host
-        changes = [(number_of(one), 512), (number_of(two), 1024)]
-        assert (tracker.live_bytes, tracker.trace) == (1536, changes)
+        assert [tracker.live[number_of(tensor)].num_bytes for tensor in (one, two)] == [512, 1024]
         one.add_(1)  # nothing new
+        assert tracker.live_bytes == 1536
         one.untyped_storage().resize_(600)
-        changes += [(number_of(one), -512), (number_of(one), 1024)]
-        assert (tracker.live_bytes, tracker.trace) == (2048, changes)
+        assert tracker.live_bytes == 2048
 
 
 def test_only_tensors_of_the_device_can_be_tagged_or_ignored() -> None:
@@ -144,19 +143,6 @@ def test_what_is_made_before_any_phase_is_parameters() -> None:
     with StorageTracker("cpu") as tracker:
         weight = torch.ones(7)
         assert tracker.bytes_by_kind[PARAMETERS] == weight.nbytes
-
-
-def test_a_trace_that_is_begun_again_has_what_is_live() -> None:
-    with StorageTracker("cpu") as tracker:
-        tracker.restart_trace()
-        assert tracker.trace is None  # on a CPU nothing is recorded
-        tracker.trace = []
-        one, two, empty = torch.ones(4), torch.ones(8), torch.ones(0)
-        assert [size for _, size in tracker.trace] == [16, 32]
-        del one
-        assert [size for _, size in tracker.trace] == [16, 32, -16]
-        tracker.restart_trace()
-        assert tracker.trace == [(number_of(two), 32)] and number_of(empty) in tracker.live
 
 
 def test_what_an_operator_held_in_passing_is_workspace() -> None:

@@ -54,20 +54,19 @@ class StorageTracker(TorchDispatchMode):
     """While it is entered, follows every storage that operators touch on one type of device.
 
     By ``num_classes``, C of logits (..., C), these are told from other activations. Sizes on CUDA are rounded up as its
-    allocator does, and each allocation and free is recorded in ``trace``.
+    allocator does.
     """
 
     def __init__(self, device_type: str, num_classes: int | None = None) -> None:
         super().__init__()
-        self.device_type, self.num_classes, on_cuda = device_type, num_classes, device_type == "cuda"
-        self.granule_bytes = CUDA_GRANULE_BYTES if on_cuda else 1
+        self.device_type, self.num_classes = device_type, num_classes
+        self.granule_bytes = CUDA_GRANULE_BYTES if device_type == "cuda" else 1
         self.phase = "build"
         self.live: dict[int, Block] = {}
         self.live_bytes = 0
         self.bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak = Peak()
         self.peak_bytes_by_phase: dict[str, int] = {}
-        self.trace: list[tuple[int, int]] | None = [] if on_cuda else None  # (storage, ± bytes)
         self._ignored: set[int | None] = set()
 
     def __enter__(self) -> Any:
@@ -99,11 +98,6 @@ class StorageTracker(TorchDispatchMode):
         """Forgets the peaks; what is live now is where the next ones start."""
         self.peak = Peak(self.live_bytes, self.phase, dict(self.bytes_by_kind), "")
         self.peak_bytes_by_phase = {}
-
-    def restart_trace(self) -> None:
-        """The trace begins with what is live now, as if it had been allocated in one go."""
-        if self.trace is not None:
-            self.trace = [(key, block.num_bytes) for key, block in self.live.items() if block.num_bytes]
 
     def tag(self, kind: str, tensors: Iterable[Any]) -> None:
         """Says what ``tensors`` are; those not seen before are counted from now on. Skips what is not a tensor."""
@@ -156,8 +150,6 @@ class StorageTracker(TorchDispatchMode):
         block = self.live[key]
         if size == block.num_bytes:
             return
-        if self.trace is not None:
-            self.trace += [(key, n) for n in (-block.num_bytes, size) if n]
         self.live_bytes += size - block.num_bytes
         self.bytes_by_kind[block.kind] += size - block.num_bytes
         block.num_bytes = size
