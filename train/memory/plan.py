@@ -11,6 +11,7 @@ import json
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
@@ -113,15 +114,12 @@ class Search:
         per_rank = question.global_batch_size // question.world_size
         sizes = [per_rank] if question.config.get("optimizer_in_backward") else divisors(per_rank)
         self._sizes = sizes if question.pads else [1]
-        self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
-        """What is predicted of ``setting``; None where it cannot run, then ``problems`` says why."""
-        try:
+        """What is predicted of ``setting``; None where it cannot run."""
+        with suppress(UserError):
             return predicted(self.question, self._predictions, setting)
-        except UserError as error:
-            self.problems[setting] = str(error)
-            return None
+        return None
 
     def _base(self, sharding: str) -> Setting:
         """What all settings have in common."""
@@ -135,7 +133,7 @@ class Search:
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next(filter(None, map(self.try_, reversed(possible))), None)
         if found is None and known is None:
-            raise UserError(self.problems[possible[0]])
+            return predicted(self.question, self._predictions, possible[0])  # which says why it cannot run
         return min(filter(None, (known, found)), key=lambda outcome: outcome.needed_bytes)
 
     def fastest(self, ways: Sequence[Recompute], shardings: Sequence[str], best: Outcome | None) -> Outcome | None:
@@ -206,9 +204,12 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
 
     If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder.
     """
-    search = Search(question, predictions)
-    asked = None if is_open else search.try_(question.asked)
-    problem = None if is_open else search.problems.get(question.asked)
+    search, asked, problem = Search(question, predictions), None, None
+    if not is_open:
+        try:
+            asked = predicted(question, predictions)
+        except UserError as error:
+            problem = str(error)
     best = asked if asked is not None and asked.fits else None
     (ways, shardings), *later = question.stages
     smallest = search.smallest(ways, shardings, asked)  # some models cannot take a single example, such as BatchNorm
