@@ -201,15 +201,10 @@ def sharding_of(run: Run) -> str:
 
 
 def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
-    """This rank's batch of the longest examples of validation or test, whichever is larger; this process loads it."""
+    """This rank's batch of the longest examples of validation or test; this process loads it."""
     data = replace(data, loading=replace(data.loading, num_workers=0, deliver=None))
-    first_rank = replace(run, launch=replace(run.launch, rank=0))  # so that all ranks choose the same split
-
-    def positions(split: Any) -> int:
-        return math.prod(next(data.evaluation_batches(first_rank, split)).shape)
-
     splits = [examples for split, examples in data.examples.items() if split != "train"]
-    return next(data.evaluation_batches(run, max(splits, key=positions)))
+    return next(data.evaluation_batches(run, max(splits, key=lambda split: column(split, "length").max())))
 
 
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
