@@ -36,8 +36,8 @@ from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
-from train.memory.predict import Predictor
-from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
+from train.memory.predict import OFFLOAD, Predictor
+from train.memory.question import Question, replace_length, vocabulary_size
 from train.records import EXIT_DONE, EXIT_INTERRUPTED, UsageError, UserError
 
 PROGRAM = "python -m train.memory"

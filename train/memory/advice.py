@@ -12,8 +12,8 @@ import yaml
 
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
-from train.memory.predict import ROOT
-from train.memory.question import MARGIN, OFFLOAD, STAND_IN, UNPADDED, Question, Setting
+from train.memory.predict import OFFLOAD, ROOT
+from train.memory.question import MARGIN, STAND_IN, UNPADDED, Question, Setting
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
-from train.memory.predict import MOMENTS, Job, Prediction, Predictor
-from train.memory.question import OFFLOAD, Question, Setting, position_limit, replace_length
+from train.memory.predict import MOMENTS, OFFLOAD, Job, Prediction, Predictor
+from train.memory.question import Question, Setting, position_limit, replace_length
 from train.records import UserError
 
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept

@@ -23,6 +23,8 @@ from train.records import IGNORE, MicroBatch, UserError, one_line
 ROOT = Path(__file__).resolve().parent.parent.parent
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = ("no", "tf32", "fp16", "bf16")
+OFFLOAD = "fsdp2_offload"
+SHARDED_WEIGHTS = ("fsdp2", OFFLOAD)  # where a rank keeps only its part of the weights
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
 

@@ -15,12 +15,11 @@ from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import Recompute, ladder_on
-from train.memory.predict import HALF, PRECISIONS, Job, Target
+from train.memory.predict import HALF, OFFLOAD, PRECISIONS, SHARDED_WEIGHTS, Job, Target
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
-OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 UNPADDED = "padding changes this model's results, so each micro-batch is one example"  # where not Question.pads
 
@@ -217,7 +216,7 @@ class Question:
         ways = tuple(way for way in ladder if not (way.gradient_checkpointing_offload or way.tiled_mlp))
         resorts = ladder[len(ways) :] or ways
         found = [(ways, self.shardings), (resorts, self.shardings[-1:])]
-        if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
+        if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:  # its copies take longest
             found += [(ways, (OFFLOAD,)), (resorts, (OFFLOAD,))]
         return found
 
@@ -267,7 +266,7 @@ class Question:
 
     def _config_for(self, sharding: str) -> Config:
         """The configuration, under FSDP2 without the wish to repeat a step that ran out of memory: that cannot be."""
-        cannot = sharding in ("fsdp2", OFFLOAD) and self.config.get("on_oom") in ("split", "adapt")
+        cannot = sharding in SHARDED_WEIGHTS and self.config.get("on_oom") in ("split", "adapt")
         return self.config.changed(on_oom="auto") if cannot else self.config
 
     def precision(self, sharding: str) -> str | None:
@@ -289,7 +288,7 @@ class Question:
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:
-        engine = "fsdp2" if sharding in ("fsdp2", OFFLOAD) else "ddp"
+        engine = "fsdp2" if sharding in SHARDED_WEIGHTS else "ddp"
         return Launch(self.world_size, engine=engine, offloads=sharding == OFFLOAD)
 
     def changes(self, setting: Setting) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from train.memory.fakes import FakeTracker
 
 _environment = contextlib.ExitStack()  # undoes the changes of the environment
-SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload")  # where a rank keeps only its part of the weights
 
 
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:

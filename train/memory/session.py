@@ -26,8 +26,8 @@ from train.memory.devices import find_device, this_device
 from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.plan import host_bytes
-from train.memory.predict import Job, Prediction, Predictor
-from train.memory.question import OFFLOAD, job_of, target_of
+from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
+from train.memory.question import job_of, target_of
 from train.records import MicroBatch, Parts, Run, UserError, column
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone

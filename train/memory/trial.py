@@ -28,7 +28,7 @@ from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
-from train.memory.predict import HALF, Job, Prediction, Target, random_batch
+from train.memory.predict import HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Prediction, Target, random_batch
 from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state
 from train.model import build_model, build_network
@@ -56,7 +56,7 @@ def predict(job: Job) -> Prediction:
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
-        if job.sharding in ranks.SHARDED_WEIGHTS:
+        if job.sharding in SHARDED_WEIGHTS:
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_pieces(tracker))
         stack.enter_context(library_losses(job.target.capability, costs))
@@ -172,9 +172,9 @@ def run_of(job: Job, config: Config) -> Run:
     ranks.leave()  # those of the prediction before
     device = torch.device(job.target.device_type)
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
-    shards = job.sharding in ranks.SHARDED_WEIGHTS
+    shards = job.sharding in SHARDED_WEIGHTS
     if shards:
-        ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
+        ranks.join(job.world_size, device.type, precision, offloads=job.sharding == OFFLOAD)
     launch = Launch(job.world_size, engine="fsdp2", precision=precision) if shards else Launch(precision=precision)
     if device.type == "cpu":
         init_gloo(launch)
