@@ -197,6 +197,7 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
     if kind == "gpt2":
         architecture = {**architecture, "n_positions": length}
     values = {
+        "task": task,
         "model_config": architecture,
         "tokenizer": "bytes",
         "max_length": length,
@@ -207,7 +208,6 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
     return Job(
         values=to_values(config_of(values)),
         target=Target("cpu"),
-        task=task,
         vocab_size=VOCABULARY_OF_SMALL,
         micro_batch_size=size,
         length=length,
@@ -222,12 +222,12 @@ def title(job: Job) -> str:
     """A case in a few words."""
     defaults = to_values(config_of({}))
     changed = {k: v for k, v in job.values.items() if v != defaults[k]}
-    for name in ("model_config", "tokenizer", "max_length", "micro_batch_size"):
+    for name in ("task", "model_config", "tokenizer", "max_length", "micro_batch_size"):
         changed.pop(name, None)
     if not job.accumulates:
         changed.pop("gradient_accumulation_steps", None)
     settings = ", ".join(f"{k} {v}" for k, v in changed.items())
-    return f"{model_name(job)} {job.task} {job.micro_batch_size}×{job.length}" + (
+    return f"{model_name(job)} {job.values['task']} {job.micro_batch_size}×{job.length}" + (
         f" {'padded ' if job.padded else ''}{settings}".rstrip()
     )
 

@@ -109,7 +109,7 @@ class Case:
             "mixed_precision": self.precision,
         }
         config, vocabulary = building.config_of(values), MODEL["vocab_size"]
-        return Job(to_values(config), Target("cpu"), "causal_lm", vocabulary, self.batch_size, self.length)
+        return Job(to_values(config), Target("cpu"), vocabulary, self.batch_size, self.length)
 
 
 @dataclass

@@ -128,7 +128,7 @@ def test_what_the_host_has_no_room_for_does_not_hide_what_fits_without_it() -> N
 
 def step(device_type: str = "cuda", **changes: Any) -> Job:
     values = {**to_values(Config()), "loss": "full", "model_config": {"model_type": "llama"}, **changes}
-    return Job(values, Target(device_type), "AutoModelForCausalLM", 9000, 4, 1024, False, eval_batch_size=4)
+    return Job(values, Target(device_type), 9000, 4, 1024, False, eval_batch_size=4)
 
 
 def test_what_saves_memory_is_offered_in_the_order_of_the_remedies() -> None:

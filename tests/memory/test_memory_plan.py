@@ -462,7 +462,7 @@ def test_job_of_a_configuration() -> None:
     config = question(micro_batch_size=4).config
     job = job_of(config, Target("cpu"), 8000)
     assert (job.micro_batch_size, job.length, job.accumulates, job.padded) == (4, 8192, True, False)
-    assert (job.task, job.eval_batch_size, job.num_labels) == ("causal_lm", 4, 0)
+    assert (job.values["task"], job.eval_batch_size, job.num_labels) == ("causal_lm", 4, 0)
     masked = question(task="masked_lm", micro_batch_size=32, eval_batch_size=2).config
     job = job_of(masked, Target("cpu"), 8000)
     assert (job.padded, job.accumulates, job.eval_batch_size) == (True, False, 2)

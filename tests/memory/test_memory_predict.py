@@ -52,7 +52,7 @@ H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
 
 def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
-    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "task", "length", "documents") if f in settings}
+    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "length", "documents") if f in settings}
     own = {"model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, "max_length": fields.get("length", 128)}
     values = {**to_values(Config()), **own, **settings}
     return Job(
@@ -61,7 +61,7 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
         vocab_size=model.get("vocab_size", 600),
         micro_batch_size=2,
         accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
-        **{"task": "causal_lm", "length": 128, **fields},
+        **{"length": 128, **fields},
     )
 
 
@@ -568,7 +568,7 @@ def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> N
 def test_a_batch_has_labels_of_the_shape_that_the_data_has(
     num_labels: int, label_shape: tuple[int, ...] | None, expected: tuple[int, ...]
 ) -> None:
-    job = Job({}, Target("cpu"), "causal_lm", 300, 2, 16, num_labels=num_labels, label_shape=label_shape)
+    job = Job({}, Target("cpu"), 300, 2, 16, num_labels=num_labels, label_shape=label_shape)
     batch = random_batch(job, 2)
     assert tuple(batch.labels.shape) == expected and batch.num_targets == batch.labels.numel()
     assert batch.labels.ge(0).all() and batch.labels.lt(num_labels or 300).all()

@@ -425,7 +425,7 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
 
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="none", loss="full", eval_batch_size=16)
     monkeypatch.setattr(session, "Predictor", Predictor)
-    asked = Job(to_values(found.run.config), Target("cuda"), "AutoModelForCausalLM", 300, 8, 64, eval_batch_size=16)
+    asked = Job(to_values(found.run.config), Target("cuda"), 300, 8, 64, eval_batch_size=16)
     found.session._asked = asked
     error = torch.OutOfMemoryError(MESSAGE)
     error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # pyright: ignore

@@ -39,7 +39,7 @@ def test_a_broken_step_is_noticed_by_the_prediction() -> None:
     """Clipping has memory of its own; numbers have none, and gradients that are left count in no first step."""
     fields = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}
     values = {**to_values(Config()), "model_config": fields, "tokenizer": "bytes"}
-    job = Job(values, Target("cpu"), "causal_lm", vocab_size=300, micro_batch_size=1, length=8)
+    job = Job(values, Target("cpu"), vocab_size=300, micro_batch_size=1, length=8)
     assert list(predict(job).peak_bytes_by_phase) == PHASES
     with broken(CLIPPING):
         assert "clip" not in predict(job).peak_bytes_by_phase

@@ -48,7 +48,6 @@ class Job:
 
     values: dict[str, Any]  # the configuration as flat values, see :func:`train.config.to_values`
     target: Target
-    task: str  # the name of a file in train/tasks/
     vocab_size: int
     micro_batch_size: int
     length: int  # S of the longest micro-batch; a table of positions is as long as max_length, if that is more

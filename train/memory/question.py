@@ -52,7 +52,6 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
     return Job(
         values=to_values(config),
         target=target,
-        task=config.data.task,
         vocab_size=vocab_size,
         micro_batch_size=size,
         length=length,

@@ -193,7 +193,7 @@ def try_model(question: Question) -> Question:
     length = question.config.data.max_length
     config = replace_length(question, min(length, position_limit(question.config) or length)).config
     job = job_of(config, Target("cpu"), question.vocab_size, question.num_labels, question.world_size)
-    run, task = replace(run_of(job, config), is_planned=False), load_task(job.task)
+    run, task = replace(run_of(job, config), is_planned=False), load_task(job.values["task"])
     with torch.device("meta"):
         network = build_network(run, task, *job.tokenizer_and_labels, has_weights=False)
     run.extras.each("check_model", run, network, task, sizes := (job.vocab_size, job.num_labels))
@@ -215,7 +215,7 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
             stack.enter_context(run.accelerator.device)
             stack.enter_context(no_init_weights())
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
-        with_loss = build_model(run, load_task(job.task), *job.tokenizer_and_labels, has_weights=False)
+        with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization
