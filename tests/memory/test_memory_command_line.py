@@ -252,7 +252,6 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked["needed_bytes"] == asked["prediction"]["reserved_bytes"] + asked["context_bytes"]
     assert best["setting"]["gradient_checkpointing"] == "none" and best["setting"]["mixed_precision"] == "bf16"
     assert best["setting"]["micro_batch_size"] == 1
-    assert values["num_predictions"] <= 5
     # 2 layers of 64 wide and 300 tokens twice: Adam keeps two numbers for each
     parameters = asked["prediction"]["bytes_by_kind"]["parameters"]
     assert asked["prediction"]["bytes_by_kind"]["optimizer state"] == pytest.approx(2 * parameters, rel=0.02)

@@ -184,7 +184,7 @@ def test_the_fastest_that_fits_is_found_with_few_predictions(
     least, possible = brute_force(asked, predictor)
     assert plan.best.seconds_per_token <= least * 1.04
     assert plan.best.needed_bytes <= total_gib * GIB * (1 - MARGIN)
-    assert made == plan.num_predictions <= 30 < possible
+    assert made <= 30 < possible
     assert plan.best.setting.mixed_precision == "bf16"
 
 
@@ -216,7 +216,7 @@ def test_nothing_fits() -> None:
     plan = make_plan(asked, Predictions(predictor))
     assert plan.best is None
     assert plan.smallest.setting == bf16_setting(1, "full", "chunked", OFFLOAD)
-    assert plan.num_predictions <= 12
+    assert len(predictor.jobs) <= 12
 
 
 def test_what_the_model_refuses_is_left_out() -> None:
@@ -280,7 +280,7 @@ def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
     assert best.host_bytes == 15_000 * 262144
     copying, seconds = best.host_bytes / 20e9, best.prediction.seconds
     assert seconds / 4 > copying and best.link_seconds == 0.0  # the computation hides it
-    assert plan.num_predictions <= 10
+    assert len(predictor.jobs) <= 10
     typed = command(asked, best.setting, [])
     assert "--gradient_checkpointing full --gradient_checkpointing_offload True" in typed
     assert "tiled" not in typed and "single_gpu.yaml" in typed

@@ -118,7 +118,6 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
         **{name: outcome and outcome_values(question, outcome) for name, outcome in outcomes.items()},
         "problem": plan.problem,
         "command": command,
-        "num_predictions": plan.num_predictions,
     }
 
 

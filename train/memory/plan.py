@@ -103,7 +103,6 @@ class Plan:
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits
     smallest: Outcome  # the setting that needs least
-    num_predictions: int
 
 
 class Search:
@@ -218,7 +217,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         smallest = search.smallest(ways, shardings, smallest)
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
-    return Plan(asked, problem, best, smallest, len(predictions.known))
+    return Plan(asked, problem, best, smallest)
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
