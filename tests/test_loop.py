@@ -176,11 +176,13 @@ def test_training_line_has_the_figures_of_its_steps() -> None:
     assert values["tokens_per_second"] > 0
 
 
-def test_learning_rate_of_a_step_reaches_all_groups() -> None:
+def test_learning_rate_of_a_step_reaches_all_groups_in_the_ratio_of_their_own() -> None:
     run = Recorder(config({"lr_scheduler": "linear"}))
-    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 7.0})
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.5})
     run.fit(total_steps=4)
-    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.025, 0.025])
+    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.025, 0.125])
+    run.fit(total_steps=5, progress=Progress(step=4, step_in_epoch=4))  # as after a rollback
+    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.02, 0.1])
 
 
 def test_the_seed_is_that_of_the_step_and_of_the_ranks_that_share_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

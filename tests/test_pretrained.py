@@ -57,6 +57,22 @@ def test_all_modules_are_in_training_mode_in_every_step_and_in_none_of_an_evalua
     assert summary["steps"] == 4
 
 
+def test_a_classifier_is_trained_on_another_number_of_classes(recipe: Path, tmp_path: Path) -> None:
+    """Its head is drawn like a new one; everything else is the one that was stored."""
+    config = transformers.GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, num_labels=2)  # pyright: ignore
+    before = transformers.GPT2ForSequenceClassification(config)
+    before.save_pretrained(tmp_path / "two")
+    tokenizer_of("bytes").save_pretrained(tmp_path / "two")
+    rows = [{"text": f"text {number}", "label": "abc"[number % 3]} for number in range(30)]
+    (tmp_path / "three.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = [*FLAGS, "--task", "sequence_classification", "--model", tmp_path / "two", "--learning_rate", 1e-9]
+    flags += ["--dataset", tmp_path / "three.jsonl", "--max_steps", 2, "--mixed_precision", "no"]
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    after = transformers.GPT2ForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
+    assert after.config.id2label == {0: "a", 1: "b", 2: "c"} and after.score.weight.shape == (3, 16)
+    assert torch.allclose(after.transformer.wte.weight, before.transformer.wte.weight, atol=1e-6)
+
+
 @pytest.mark.parametrize("own", [(), pytest.param(IN_BACKWARD, marks=pytest.mark.slow)], ids=["plain", "in backward"])
 def test_dropout_counts_and_is_not_lost_by_a_resume(own: tuple[Any, ...], recipe: Path, tmp_path: Path) -> None:
     found = {}

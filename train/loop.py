@@ -45,8 +45,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             # share tensors compute the same activations, and have to drop the same of them.
             seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
             rate = learning_rate_at(progress.step, total_steps, optim)
-            for group in parts.optimizer.param_groups:
-                group["lr"] = rate
+            for group in parts.optimizer.param_groups:  # one with a rate of its own keeps its ratio to the peak
+                group["lr"] = rate * (group.setdefault("initial_lr", group["lr"]) / optim.learning_rate)
             try:
                 with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))

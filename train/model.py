@@ -117,6 +117,7 @@ def build_network(
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
     try:
         if own.model is not None and has_weights:
+            options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
             network = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
         else:
             network = factory.from_config(model_config, **options)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from made_tokenizers import tokenizer_of
 from support import run_for
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from train.config import Config
@@ -277,6 +278,20 @@ def test_classification_keeps_the_part_it_is_told(truncation: Any, max_length: i
 def test_final_cuts_at_the_side_that_the_task_does(task: str, side: str) -> None:
     alone = made(task, max_length=8, truncation="keep_tail").stand_alone(tokenizer_of("words", ["a b"]))
     assert alone.truncation_side == side and alone.model_max_length == 8
+
+
+def test_a_tokenizer_that_frames_as_the_task_does_keeps_its_way_with_pairs() -> None:
+    base: Any = tokenizer_of("words", ["a b"])
+    end = str(base.eos_token)
+    marks = [(end, base.convert_tokens_to_ids(end))]
+    base.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{end} $A {end}", f"{end} $A {end} $B {end}", special_tokens=marks
+    )
+    base.cls_token = base.sep_token = end
+    for kind in ("masked_lm", "sequence_classification"):
+        assert made(kind).stand_alone(base)("a", "b")["input_ids"] == base("a", "b")["input_ids"]
+    assert len(base("a", "b")["input_ids"]) == 5
+    assert made("causal_lm").stand_alone(base)("a")["input_ids"] == base("a")["input_ids"][:-1]  # not its end
 
 
 def classified(corpus: Corpus, **data: Any) -> tuple[dict[str, datasets.Dataset], tuple[str, ...]]:

@@ -42,12 +42,14 @@ NAMES = "checks hardware readers new_models long_sequences adapters activations 
 NAMES += "meter gradients memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
-FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
-FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
-FAMILIAR |= {"max_train_steps": "max_steps", "resume_from_checkpoint": "resume", "use_lora": "adapter lora"}
-FAMILIAR |= {"train_file": "dataset", "use_peft": "adapter lora", "use_liger_kernel": "loss liger"}
-FAMILIAR |= {"validation_file": "validation_dataset", "checkpointing_steps": "save_every_steps"}
-FAMILIAR |= dict.fromkeys(("block_size", "seq_len", "sequence_length", "cutoff_len"), "max_length")
+MEANT = """micro_batch_size: batch_size per_device_train_batch_size; micro_batch_size auto: auto_find_batch_size;
+model: model_name_or_path; learning_rate: lr; mixed_precision fp16: fp16; mixed_precision bf16: bf16; max_steps:
+max_train_steps; resume: resume_from_checkpoint; resume never: overwrite_output_dir; adapter lora: use_lora use_peft;
+adapter qlora: load_in_4bit; loss liger: use_liger_kernel; dataset: train_file; validation_dataset: validation_file;
+text_column: dataset_text_field; save_every_steps: checkpointing_steps save_strategy; log_every_steps:
+logging_strategy; eval_every_steps: eval_strategy evaluation_strategy; max_length: block_size seq_len sequence_length
+cutoff_len"""
+FAMILIAR = {t: ours.strip() for ours, theirs in (m.split(":") for m in MEANT.split(";")) for t in theirs.split()}
 """Flags of other programs that are spelt too differently to be guessed."""
 
 

@@ -29,14 +29,16 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
     ids = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1)
     classes = sizes[task.label_names is not Task.label_names]  # a task with tags, too, names its classes
-    mask = {} if task.is_causal or _is_alone(config) else {"attention_mask": torch.ones_like(ids)}
-    inputs = {"input_ids": ids, **mask}
+    inputs = {"input_ids": ids}
     needed = (2, classes) if task.labelled else (*ids.shape, classes)
     if hasattr(model, "_from_config") or (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate):
         return None  # of transformers, or of a task that may need another shape
     with suppress(Exception), small_copy(model) as small:  # what cannot be copied a run finds out by itself
         try:
             found = tuple(logits_of(small(**inputs)).shape)
+            if not (task.is_causal or _is_alone(config)):  # a mask comes with rows of different lengths alone
+                inputs["attention_mask"] = torch.ones_like(ids)
+                found = tuple(logits_of(small(**inputs)).shape)
             problem = f"logits of the shape {found}, and {task.name} needs {needed}"
             problem = None if found[:-1] == needed[:-1] and found[-1] >= classes else problem
         except Exception as error:  # models fail in their own ways

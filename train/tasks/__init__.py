@@ -183,10 +183,12 @@ class Task:
             made.model_max_length = self.data.max_length
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
-            frame = [*(f"mark-{i}" for i in start), "$A", *(f"mark-{i}" for i in end if not self.is_causal)]
-            names = {i: [str(tokenizer.convert_ids_to_tokens(i))] for i in start + end}  # which may hold a colon
-            marks: Any = [{"id": f"mark-{i}", "ids": [i], "tokens": name} for i, name in names.items()]
-            backend.post_processor = TemplateProcessing(frame, special_tokens=marks)
+            end, plain = [] if self.is_causal else end, backend.encode("a", add_special_tokens=False).ids
+            if backend.encode("a").ids != [*start, *plain, *end]:  # else its own does, and may know pairs, too
+                frame = [*(f"mark-{i}" for i in start), "$A", *(f"mark-{i}" for i in end)]
+                names = {i: [str(tokenizer.convert_ids_to_tokens(i))] for i in start + end}  # which may hold a colon
+                marks: Any = [{"id": f"mark-{i}", "ids": [i], "tokens": name} for i, name in names.items()]
+                backend.post_processor = TemplateProcessing(frame, special_tokens=marks)
         return made
 
     def room(self, tokenizer: Tokenizer) -> int:

@@ -68,6 +68,16 @@ def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool
             extras.check(config, Launch(precision=launched))
 
 
+def test_a_precision_of_the_run_counts_on_a_cpu_whose_launch_file_leaves_it_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for asked in ("no", "bf16", "fp16"):
+        extras.check(Config().changed(model="x", mixed_precision=asked), Launch(precision="fp16"))
+    with pytest.raises(UsageError, match="training configuration says fp16, the launch configuration bf16"):
+        extras.check(Config().changed(model="x", mixed_precision="fp16"), Launch(precision="bf16"))
+
+
 def test_processes_that_do_not_know_each_other_move_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "summary.json").write_text("{}")
     monkeypatch.setattr("train.extras.hardware.set_up_device", lambda *_: None)

@@ -52,7 +52,9 @@ def check_settings(config: Config, launch: Launch) -> None:
     asked = optim.mixed_precision
     if launch.precision not in ("no", "fp16", "bf16"):
         raise UsageError(f"mixed_precision: {launch.precision} in the launch file: use fp16, bf16 or no.")
-    if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
+    # The launcher also says "no" when nobody chose, and on a CPU fp16 for whatever that is quick at.
+    is_open = launch.precision == "fp16" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    if asked is not None and launch.precision not in ("no", asked) and not is_open:
         both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
         raise UsageError(f"mixed_precision: {both}. Leave it out, or give accelerate launch --mixed_precision {asked}.")
     for name, value in ("dtype", model.dtype), ("attn_implementation", model.attn_implementation):

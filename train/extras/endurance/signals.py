@@ -35,10 +35,10 @@ class Signals:
             self._stop.append(signal.Signals(number).name)
             self._since = time.monotonic()
             if not self._is_at_once and os.environ.get("RANK", "0") == "0":  # a long step may come first
-                again = "; a second interrupt ends it at once" if number == signal.SIGINT else ""
-                os.write(
-                    2, f"\n{self._stop[0]}: the run stops at the next safe point, with a checkpoint{again}\n".encode()
-                )
+                line = f"\n{self._stop[0]}: the run stops at the next safe point, with a checkpoint"
+                if number == signal.SIGINT:  # accelerate launch ends at the first, and leaves the run behind
+                    line += f"; to end it at once, interrupt again or kill -9 {os.getpid()}"
+                os.write(2, f"{line}\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
         if self._is_at_once:

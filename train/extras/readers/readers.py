@@ -126,7 +126,8 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")
     if found := _UNREADABLE.search(text):
         encoding = "If the file is not UTF-8, name its encoding, such as --encoding cp1252"
-        raise RecordError(f"character {found.start() + 1} of {text_column!r} is unreadable. {encoding}")
+        where = f"character {found.start() + 1} of {text_column!r}"
+        raise RecordError(f"{where} is unreadable: NUL, half a surrogate pair, or a byte. {encoding}")
     if len(text) >= 2**29 and len(text.encode()) >= 2**31:  # which one value in Arrow cannot hold
         raise RecordError(f"{text_column!r} is 2 GiB or more. Divide it, or try --sample_by line")
     label = None
