@@ -315,17 +315,21 @@ def test_early_stopping_ends_and_stays_ended(recipe: Path, tmp_path: Path, capsy
     flags = ("--learning_rate", "1e-30", "--eval_every_steps", 1, "--early_stopping_patience", 2)
     assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
     assert max(trained_losses(tmp_path / "run")) == 3
+    assert "stopped early: loss is not better than at step 1 in 2 evaluations" in capsys.readouterr().out
     assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_loaded_at_the_end(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # The loss falls from step to step; called the better the greater, it is best after the first.
     flags = ("--eval_every_steps", 1, "--greater_is_better", "True", "--save_total_limit", 1)
     assert train(recipe, tmp_path / "run", *flags, "--load_best_model_at_end") == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     best = summary["best_step"]
     assert best == summary["final_step"] == 1
+    assert "final/ has the best weights, of step 1" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000001", "step-00000006"]
     stored = load_file(tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model-00000.safetensors")
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")

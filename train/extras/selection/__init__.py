@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
+    from train.state import TrainingState
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
 
@@ -132,6 +133,14 @@ class Extra(extras.Extra):
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         return kept | {progress.best_step or 0}
+
+    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
+        """Tells why a run ends before its last step, and which weights ``final/`` gets."""
+        if self.ends_early(run, progress):
+            vain, best = progress.evaluations_without_improvement, progress.best_step
+            run.outputs.note(f"stopped early: {self._metric} is not better than at step {best} in {vain} evaluations")
+        if (chosen := self.final_step(run, progress)) is not None:
+            run.outputs.note(f"final/ has the best weights, of step {chosen}")
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         """The best, if its checkpoint is intact; else a note. UserError where that cannot be read just now."""
