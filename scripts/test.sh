@@ -16,4 +16,4 @@ $bin/ruff format --check .
 $bin/basedpyright --level error --pythonpath $bin/python & # next to the tests, which often wait
 types=$!
 $bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
-wait $types || { echo "basedpyright found errors of types: they are printed above, among the tests" >&2; exit 1; }
+wait $types || { echo "basedpyright found type errors: they are printed above, among the tests" >&2; exit 1; }

@@ -137,8 +137,8 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """Tells why a run ends before its last step, and which weights ``final/`` gets."""
         if self.ends_early(run, progress):
-            vain, best = progress.evaluations_without_improvement, progress.best_step
-            run.outputs.note(f"stopped early: {self._metric} is not better than at step {best} in {vain} evaluations")
+            number = progress.evaluations_without_improvement
+            run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
         if (chosen := self.final_step(run, progress)) is not None:
             run.outputs.note(f"final/ has the best weights, of step {chosen}")
 
