@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from support import ROOT
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedTokenizerFast, T5Config
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
@@ -410,6 +410,64 @@ for row in my_chats.documents(None):
             before = bool(label >= 0)
         print(text + "]" * before)
 """
+
+
+TWICE = """
+import my_summaries
+
+
+def documents(config):
+    found = my_summaries.documents(config)
+    return {"train": found, "validation": found}
+"""
+OWN_LOSS = """
+import json
+import sys
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1]).eval(), AutoTokenizer.from_pretrained(sys.argv[1])
+losses = []
+for line in open("summaries.jsonl"):
+    row = json.loads(line)
+    with torch.no_grad():
+        inputs = tokenizer(row["document"], return_tensors="pt")
+        losses.append(model(**inputs, labels=tokenizer(row["summary"], return_tensors="pt")["input_ids"]).loss)
+print("own loss", torch.stack(losses).mean().item())
+"""
+
+
+@pytest.mark.parametrize("kind", [T5Config, pytest.param(BartConfig, marks=pytest.mark.slow)])
+def test_summaries_shown_in_the_docs_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: Any) -> None:
+    fork.write("train/tasks/summaries.py", shown_in("docs/forking.md", r"train/tasks/summaries\.py"))
+    fork.write("my_summaries.py", shown_in("docs/forking.md", r"my_summaries\.py"))
+    rows = [{"document": "abcdefgh"[n % 8] * (5 + n % 9), "summary": "abcdefgh"[n % 8] * 4} for n in range(40)]
+    fork.write("summaries.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    fork.write("twice.py", TWICE)
+    chat_tokenizer(fork.folder / "made", "")
+    sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 32}
+    if kind is BartConfig:
+        of_each = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
+        sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in of_each.items()}
+        sizes |= {"bos_token_id": 256, "forced_eos_token_id": None}
+    ids: dict[str, Any] = {
+        "eos_token_id": 256,
+        "pad_token_id": 257,
+        "decoder_start_token_id": 257 if kind is T5Config else 256,
+    }
+    model = AutoModelForSeq2SeqLM.from_config(kind(vocab_size=5000, d_model=32, **sizes, **ids))
+    model.save_pretrained(fork.folder / "made")
+
+    flags = ("--task", "summaries", "--dataset", "twice:documents", "--model", "made", "--micro_batch_size", 4)
+    said, summary = fork.trains(*flags, "--tokenizer", "made", "--learning_rate", 0.01)
+    assert f"loss: {'chunked' if kind is T5Config else 'full'} (auto)" in said
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02), said
+    fork.write("own_loss.py", OWN_LOSS)
+    environment = {**os.environ, "PYTHONPATH": str(fork.folder)}
+    done = script(("own_loss.py", str(fork.output / "final")), 1, environment, fork.folder, alone=True)
+    own = float(re.findall(r"own loss (.*)", done.stdout)[0])
+    assert summary["result"]["validation"]["loss"] == pytest.approx(own, rel=1e-4)
 
 
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:

@@ -568,9 +568,22 @@ def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> N
 def test_a_batch_has_labels_of_the_shape_that_the_data_has(
     num_labels: int, label_shape: tuple[int, ...] | None, expected: tuple[int, ...]
 ) -> None:
-    job = Job({}, Target("cpu"), 300, 2, 16, num_labels=num_labels, label_shape=label_shape)
+    job = Job({}, Target("cpu"), 300, 2, 16, num_labels=num_labels)
+    if label_shape is not None:
+        job = replace(job, tensors={**job.tensors, "labels": (label_shape, "int64")})
     batch = random_batch(job, 2)
     assert tuple(batch.labels.shape) == expected and batch.num_targets == batch.labels.numel()
     assert batch.labels.ge(0).all() and batch.labels.lt(num_labels or 300).all()
     assert batch.labels.dtype == torch.int64
-    assert random_batch(replace(job, label_type="float32"), 2).labels.dtype == torch.float32
+    assert list(batch.inputs) == ["input_ids"] and batch.shape == (2, 16)
+
+
+def test_a_batch_has_the_inputs_that_the_data_has() -> None:
+    """Such as those of a decoder, which has a length of its own, and labels that are numbers."""
+    tensors = {"input_ids": ((-1,), "int64"), "decoder_input_ids": ((5,), "int32"), "labels": ((5,), "float32")}
+    batch = random_batch(Job({}, Target("cpu"), 300, 2, 16, tensors=tensors), 3)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in batch.inputs.items()} == {
+        "input_ids": ((3, 16), torch.int64),
+        "decoder_input_ids": ((3, 5), torch.int32),
+    }
+    assert (tuple(batch.labels.shape), batch.labels.dtype, batch.num_targets) == ((3, 5), torch.float32, 15)

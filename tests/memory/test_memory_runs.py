@@ -307,7 +307,8 @@ def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -
     found.settle()
     sizes = {(job.micro_batch_size, job.length, job.eval_length, job.eval_batch_size) for job in found.jobs}
     assert sizes == {(2, 64, 48, 2)} and {job.values["max_length"] for job in found.jobs} == {8192}
-    assert {(job.label_shape, job.label_type) for job in found.jobs} == {((-1,), "int64")}
+    of_tokens = ((-1,), "int64")
+    assert [job.tensors for job in found.jobs] == [{"input_ids": of_tokens, "labels": of_tokens}] * len(found.jobs)
     budget: dict[str, Any] = {"max_tokens_per_micro_batch": 8192, "global_batch_size": 256}
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", max_length=8192, **budget)
     found.settle()

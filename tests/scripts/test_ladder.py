@@ -160,7 +160,7 @@ def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_failing_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = replace(tiny_job(128), task="nothing")
+    broken = replace(job := tiny_job(128), values={**job.values, "task": "nothing"})
     row = ladder_search.tried_apart(broken, "template", 120)
     assert row["outcome"] == "error"
     assert "nothing" in row["message"]

@@ -64,7 +64,8 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
                 "decoder, such as llama or gpt2, or one with is_decoder: true"
             )
         row = tokens[0]
-        if not task.labelled and task.loss_sum is Task.loss_sum:
+        has_own = (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate)  # loss, or inputs
+        if not (task.labelled or has_own):
             with suppress(Exception):  # not every model has a loss of its own
                 own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
                 if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):

@@ -42,6 +42,12 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
+def inputs_on_trial(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``ids`` for the model; for an encoder-decoder's decoder, too, which may not make its own from them."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
+
+
 def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | None = None) -> Any:
     """A copy with tensors of the same shapes, tied where they were tied: on the meta device, or in a FakeTensorMode.
 

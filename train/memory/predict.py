@@ -54,9 +54,8 @@ class Job:
     accumulates: bool = True  # whether an optimizer step has several micro-batches
     num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
-    input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
-    label_shape: tuple[int, ...] | None = None  # of an example's labels, -1 for S; None: a class, or one a position
-    label_type: str = "int64"
+    # The shape, -1 for S, and type of an example's inputs and ``labels``; without these a class, or one a position.
+    tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=lambda: {"input_ids": ((-1,), "int64")})
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
@@ -169,12 +168,16 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU."""
     import torch
 
-    shape, high = (size, job.length), job.vocab_size
-    inputs: dict[str, Any] = {name: torch.randint(3, high, shape) for name in job.input_names}
+    def made(name: str, low: int, high: int) -> torch.Tensor:
+        of_each, dtype = job.tensors.get(name, (() if job.num_labels else (-1,), "int64"))
+        shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
+        return torch.randint(low, high, shape, dtype=getattr(torch, dtype))
+
+    inputs: dict[str, Any] = {name: made(name, 3, job.vocab_size) for name in job.tensors if name != "labels"}
     if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want
         inputs["input_ids"].masked_fill_(inputs["input_ids"] == end, 3 + (end == 3))[:, -1] = end
     if job.padded:
-        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["attention_mask"][:, -1] = 0
     if job.values.get("packing"):
         from train.extras.long_sequences.documents import Documents
@@ -182,10 +185,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
         documents = Documents.of(job.documents if fit else ((job.length,),) * size)
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
-    of_each = job.label_shape if job.label_shape is not None else () if job.num_labels else (-1,)
-    shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
-    low, high = (0, job.num_labels) if job.num_labels else (3, high)
-    labels = torch.randint(low, high, shape, dtype=getattr(torch, job.label_type))
+    labels = made("labels", *((0, job.num_labels) if job.num_labels else (3, job.vocab_size)))
     num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()
     labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)

@@ -62,10 +62,12 @@ class MemorySession:
             micro_batch_size=size,
             length=length,
             padded="attention_mask" in longest.inputs,
-            label_shape=tuple(-1 if size == length else size for size in longest.labels.shape[1:]),
-            label_type=str(longest.labels.dtype).removeprefix("torch."),
+            tensors={
+                name: (tuple(-1 if n == length else n for n in t.shape[1:]), str(t.dtype).removeprefix("torch."))
+                for name, t in {**longest.inputs, "labels": longest.labels}.items()
+                if name not in ("attention_mask", "position_ids", "documents")
+            },
             num_targets=longest.num_targets or None,
-            input_names=tuple(n for n in longest.inputs if n not in ("attention_mask", "position_ids", "documents")),
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=evaluated.shape[0],
             eval_length=evaluated.shape[1],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -379,9 +380,11 @@ def test_illnesses_are_named(
 def test_what_fp16_loses_is_what_it_was_expected_to_lose(train: Told) -> None:
     (_, (lost,)), (_, (expected,)) = train("half_lost", "--max_steps", 1), train("not_half", "--max_steps", 1, *AGAIN)
     assert lost["fp16"] and not expected["fp16"]
-    for place in range(1, 5):
-        assert 0.005 < expected["flushed"][place] < 0.03
-        assert lost["flushed"][place] == pytest.approx(expected["flushed"][place], rel=0.4)
+    counted, foreseen = (np.array(row["flushed"][1:5]) for row in (lost, expected))
+    assert (foreseen > 0.005).all() and (foreseen < 0.03).all()
+    # The documents are this repository's own code, so the few gradients of a single layer vary with it.
+    assert counted.mean() == pytest.approx(foreseen.mean(), rel=0.2)
+    assert counted == pytest.approx(foreseen, rel=0.7)
 
 
 def test_measuring_changes_nothing(tmp_path: Path) -> None:

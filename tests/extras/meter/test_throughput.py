@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from train.config import Config
 from train.extras.activations.tiling import tile_mlps
 from train.extras.meter import Extra
 from train.extras.meter.cards import peak_flops_per_second
-from train.extras.meter.flops import MAX_OPERATORS, attended, count_flops
+from train.extras.meter.flops import MAX_OPERATORS, attended, count_flops, text_lengths
 from train.records import MicroBatch
 from train.tasks import load_task
 
@@ -295,6 +296,14 @@ def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens(build: Callable[
     encoder, decoder = 2 * (4 * 32 * 32 + 2 * 32 * 64), 2 * (8 * 32 * 32 + 2 * 32 * 64)
     attention = 12 * (2 + 2 * 2) * 32 * 512  # the decoder attends to itself and to the encoder
     assert model_flops_per_token(model, 512) == alike(6 * (encoder + decoder + head) + attention)
+
+
+def test_texts_of_a_decoder_s_own_are_not_counted():
+    """There is no MFU then: how long they are is not in the model's cost by tokens."""
+    ids = torch.ones((2, 8), dtype=torch.long)
+    batch = MicroBatch({"input_ids": ids}, ids, 16, (0, 1), 16)
+    assert text_lengths(batch) == [8, 8]
+    assert text_lengths(replace(batch, inputs={"input_ids": ids, "decoder_input_ids": ids[:, :3]})) == []
 
 
 class _Recomputed(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
-from train.extras.weightless import obstacle_on_trial
+from train.extras.weightless import inputs_on_trial, obstacle_on_trial
 from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
 from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
@@ -88,7 +88,7 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
             return given[-1]
 
         with patch.object(_asked, "answer", answer, create=True):
-            out = logits_of(twin(input_ids=ids))
+            out = logits_of(twin(**inputs_on_trial(twin, ids)))
         return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
 
     return obstacle_on_trial(model, trial)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from train.extras.weightless import without_weights
+from train.extras.weightless import inputs_on_trial, without_weights
 from train.model import logits_of
 from train.records import MicroBatch
 
@@ -52,7 +52,12 @@ class ModelFlops:
 
 
 def text_lengths(batch: MicroBatch) -> list[float]:
-    """Tokens of each text: of documents in packed rows, by the mask, or the mean of rows, which are similarly long."""
+    """Tokens of each text: of documents in packed rows, by the mask, or the mean of rows, which are similarly long.
+
+    None where a decoder reads texts of its own, which a model's FLOPs do not know.
+    """
+    if "decoder_input_ids" in batch.inputs:
+        return []
     if (documents := batch.inputs.get("documents")) is not None:
         return [length for row in documents.lengths for length in row]
     if (mask := batch.inputs.get("attention_mask")) is not None:
@@ -137,11 +142,9 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         if hasattr(module, "compute_whole"):  # in tiles an operator of backward could not be told from one repeated
             module.forward = module.compute_whole
     part = twin.base_model if is_body else twin
-    both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []
     for length in lengths:
-        ids = torch.zeros((1, length), dtype=torch.long, device="meta")
-        named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
+        named = inputs_on_trial(twin, torch.zeros((1, length), dtype=torch.long, device="meta"))
         with _FlopCounter() as counter, torch.enable_grad():
             answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
