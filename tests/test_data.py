@@ -11,8 +11,8 @@ import pytest
 from support import run_for
 from transformers import AutoTokenizer
 
-from train.config import Config
-from train.data import call_function, corpus_of, load_function, prepare_data
+from train.config import Config, load_function
+from train.data import call_function, corpus_of, prepare_data
 from train.records import UserError
 
 

@@ -88,6 +88,7 @@ def test_there_are_recipes_for_the_cards_that_people_own() -> None:
         "llama_3.2_1b_fsdp2_2x24gib",
         "modernbert_base_8k_t4",
         "qwen3_0.6b_131k_24gib",
+        "qwen3_0.6b_chat_t4",
     ]
 
 

@@ -343,6 +343,13 @@ CHATS = [
 ]
 
 
+def of_recipe(name: str, path: str, **options: Any) -> tuple[str, ...]:
+    """Flags for the task and the documents of a file in recipes/."""
+    given = json.dumps({"path": path, **options})
+    places = "--task", f"recipes/{name}.py:Task", "--dataset", f"recipes/{name}.py:documents"
+    return (*places, "--dataset_options", given)
+
+
 def chat_tokenizer(folder: Path, template: str) -> None:
     """One token for each byte, and marks for who speaks."""
     bytes_ = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
@@ -372,11 +379,7 @@ def chat_tokenizer(folder: Path, template: str) -> None:
         ),
     ],
 )
-def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
-    fork: Fork, template: str, learned: set[str]
-) -> None:
-    fork.write("train/tasks/chat.py", shown_in("docs/forking.md", r"train/tasks/chat\.py"))
-    fork.write("my_chats.py", shown_in("docs/forking.md", r"my_chats\.py"))
+def test_conversations_learn_what_the_assistant_says(fork: Fork, template: str, learned: set[str]) -> None:
     chats = [[{"role": role, "content": content} for role, content in chat] for chat in CHATS] * 4
     fork.write("chats.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     chat_tokenizer(fork.folder / "chat", template)
@@ -385,7 +388,7 @@ def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
     learned = learned | {"<|system|>be short<|end|><|user|>four?<|end|><|assistant|>[hm!4<|end|>]"}
     assert done.returncode == 0, done.stderr
     assert {line for line in done.stdout.splitlines() if line.startswith("<|")} == learned
-    flags = ("--task", "chat", "--dataset", "my_chats:documents", "--model_config", TINY, "--max_length", 80)
+    flags = (*of_recipe("chat", "chats.jsonl"), "--model_config", TINY, "--max_length", 80)
     flags += ("--validation_fraction", 0.5)  # some conversations have no answer
     _, summary = fork.trains(*flags, "--tokenizer", "chat", "--packing", *QUICK)
     assert summary["result"]["validation"]["loss"] == pytest.approx(math.log(260), abs=0.2)
@@ -395,12 +398,12 @@ def test_conversations_shown_in_the_docs_learn_what_the_assistant_says(
 
 
 EXAMPLES = """
-import my_chats
-from train.config import Config
-from train.tasks import chat, load_tokenizer
+from train.config import Config, load_function
+from train.tasks import load_task, load_tokenizer
 
-task, tokenizer = chat.Task(Config()), load_tokenizer("chat")
-for row in my_chats.documents(None):
+config = Config().changed(dataset_options={"path": "chats.jsonl"})
+task, tokenizer = load_task("recipes/chat.py:Task")(config), load_tokenizer("chat")
+for row in load_function("recipes/chat.py:documents", "dataset")(config)["train"]:
     for example in task.cut(row["text"], [], None, tokenizer):
         inputs, labels = task.inputs_and_labels(example, ())
         text, before = tokenizer.decode(inputs[:1]), False
@@ -412,14 +415,6 @@ for row in my_chats.documents(None):
 """
 
 
-TWICE = """
-import my_summaries
-
-
-def documents(config):
-    found = my_summaries.documents(config)
-    return {"train": found, "validation": found}
-"""
 OWN_LOSS = """
 import json
 import sys
@@ -432,19 +427,16 @@ losses = []
 for line in open("summaries.jsonl"):
     row = json.loads(line)
     with torch.no_grad():
-        inputs = tokenizer(row["document"], return_tensors="pt")
+        inputs = tokenizer(row["article"], return_tensors="pt")
         losses.append(model(**inputs, labels=tokenizer(row["summary"], return_tensors="pt")["input_ids"]).loss)
 print("own loss", torch.stack(losses).mean().item())
 """
 
 
 @pytest.mark.parametrize("kind", [T5Config, pytest.param(BartConfig, marks=pytest.mark.slow)])
-def test_summaries_shown_in_the_docs_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: Any) -> None:
-    fork.write("train/tasks/summaries.py", shown_in("docs/forking.md", r"train/tasks/summaries\.py"))
-    fork.write("my_summaries.py", shown_in("docs/forking.md", r"my_summaries\.py"))
-    rows = [{"document": "abcdefgh"[n % 8] * (5 + n % 9), "summary": "abcdefgh"[n % 8] * 4} for n in range(40)]
+def test_summaries_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: Any) -> None:
+    rows = [{"article": "abcdefgh"[n % 8] * (5 + n % 9), "summary": "abcdefgh"[n % 8] * 4} for n in range(40)]
     fork.write("summaries.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    fork.write("twice.py", TWICE)
     chat_tokenizer(fork.folder / "made", "")
     sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 32}
     if kind is BartConfig:
@@ -459,8 +451,8 @@ def test_summaries_shown_in_the_docs_learn_what_the_model_s_own_loss_measures(fo
     model = AutoModelForSeq2SeqLM.from_config(kind(vocab_size=5000, d_model=32, **sizes, **ids))
     model.save_pretrained(fork.folder / "made")
 
-    flags = ("--task", "summaries", "--dataset", "twice:documents", "--model", "made", "--micro_batch_size", 4)
-    said, summary = fork.trains(*flags, "--tokenizer", "made", "--learning_rate", 0.01)
+    flags = of_recipe("summaries", "summaries.jsonl", document="article", validation_split="train")
+    said, summary = fork.trains(*flags, "--model", "made", "--tokenizer", "made", "--micro_batch_size", 4)
     assert f"loss: {'chunked' if kind is T5Config else 'full'} (auto)" in said
     assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02), said
     fork.write("own_loss.py", OWN_LOSS)

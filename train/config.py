@@ -10,13 +10,16 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import operator
 import os
 import re
+import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,7 +28,7 @@ import yaml
 
 from train import extras
 from train.launch import Launch
-from train.records import UsageError, one_line
+from train.records import UsageError, UserError, one_line
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
 T = TypeVar("T")
@@ -44,7 +47,7 @@ everyday = functools.partial(option, everyday=True)
 class Data:
     """What is learned, and from which text."""
 
-    task: str = everyday("causal_lm", "What is learned: a file in train/tasks/.")
+    task: str = everyday("causal_lm", "What is learned: a file in train/tasks/, or module:class.")
     dataset: str = everyday("stdlib", "Where documents come from, or module:function.", is_path=True)
     dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
     validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
@@ -313,6 +316,34 @@ def _type_problem(value: Any, hint: Any) -> str | None:
     accepted = int | float if hint is float else dict if origin is dict else hint
     fits = isinstance(value, accepted) and (hint is bool or not isinstance(value, bool))
     return None if fits else WORDS.get(hint, "a mapping")
+
+
+def load_function(spec: str, flag: str) -> Callable[..., Any]:
+    """The function that ``module:function`` or ``file.py:function`` names; raises UserError where there is none."""
+    source, _, name = spec.rpartition(":")
+    is_file, module_name = source.endswith(".py") and Path(source).exists(), source.lstrip(".") or spec
+    folder = str(Path(source).resolve().parent if is_file else Path.cwd())
+    sys.path += [folder] * (folder not in sys.path)  # for what is imported only when the function runs
+    sys.path.insert(0, folder)
+    try:
+        if is_file:
+            # Under a name that no package has: the file may be called datasets.py.
+            found: Any = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
+            module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+        function = getattr(module, name, None)
+    except ModuleNotFoundError as error:
+        if is_file or not f"{module_name}.".startswith(f"{error.name}."):  # it is there and imports what is not
+            raise
+        function = None
+    finally:
+        sys.path.remove(folder)  # our entry only: the module may have put others before it
+    if not callable(function):
+        give = "Give module:function, importable from the current folder, or file.py:function."
+        raise UserError(f"{flag} {spec!r}: there is no such module or function. {give}")
+    return function
 
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # functions of operator, in words

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,8 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
-from train.config import Config
-from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, column
+from train.config import Config, load_function
+from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, column
 from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
 
@@ -76,11 +73,8 @@ def prepare_data(run: Run) -> PreparedData:
 
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
-    name = run.config.data.dataset
     corpus = run.extras.first("documents", run.config, labelled)
-    if corpus is None and ":" not in name:
-        raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
-    return corpus or corpus_of(call_function(name, "dataset", run.config), run.config)
+    return corpus or corpus_of(call_function(run.config.data.dataset, "dataset", run.config), run.config)
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:
@@ -90,34 +84,6 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
     if first is not None and first.name == "config" and first.kind in (1, 3, 4):  # not config/, nor *config
         return function(config=config)
     return function(config) if first is not None and first.default is first.empty and first.kind < 2 else function()
-
-
-def load_function(spec: str, flag: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names; raises UserError where there is none."""
-    source, _, name = spec.rpartition(":")
-    is_file, module_name = source.endswith(".py") and Path(source).exists(), source.lstrip(".") or spec
-    folder = str(Path(source).resolve().parent if is_file else Path.cwd())
-    sys.path += [folder] * (folder not in sys.path)  # for what is imported only when the function runs
-    sys.path.insert(0, folder)
-    try:
-        if is_file:
-            # Under a name that no package has: the file may be called datasets.py.
-            found: Any = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
-            module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
-            found.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
-        function = getattr(module, name, None)
-    except ModuleNotFoundError as error:
-        if is_file or not f"{module_name}.".startswith(f"{error.name}."):  # it is there and imports what is not
-            raise
-        function = None
-    finally:
-        sys.path.remove(folder)  # our entry only: the module may have put others before it
-    if not callable(function):
-        give = "Give module:function, importable from the current folder, or file.py:function."
-        raise UserError(f"{flag} {spec!r}: there is no such module or function. {give}")
-    return function
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:

@@ -186,8 +186,12 @@ def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) 
     rooms = {path.name for path in (folder / "train" / "extras").iterdir() if path.is_dir()}
     assert rooms <= {"__pycache__"}
     kept = [path.name for path in (folder / "recipes").glob("*.yaml")]
-    assert kept == ["modernbert_base_8k_t4.yaml"]  # all others read text or make a tokenizer
-    assert parse(["--config", str(folder / "recipes" / kept[0])]).data.max_length == 8192
+    assert sorted(kept) == [
+        "modernbert_base_8k_t4.yaml",
+        "qwen3_0.6b_chat_t4.yaml",
+    ]  # all others read text or make a tokenizer
+    configs = [parse(["--config", str(folder / "recipes" / name)]) for name in sorted(kept)]
+    assert [config.data.max_length for config in configs] == [8192, 16384]
     assert not (folder / "scripts" / "quickstart.sh").exists()
     assert "Extras: none." in (folder / "README.md").read_text()
     for path in (folder / "tests").rglob("*.py"):

@@ -19,8 +19,8 @@ from torch import nn
 
 from train.config import Config
 from train.model import build_model
-from train.records import IGNORE, Corpus, UsageError, column
-from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
+from train.records import IGNORE, Corpus, UsageError, UserError, column
+from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, tokenize
 
 BYTES = tokenizer_of("bytes")
 END, PAD, MASK = 0, 1, 2
@@ -365,10 +365,22 @@ def test_a_task_is_called_as_its_file_unless_it_has_a_name() -> None:
 
 def test_tasks_are_the_files_of_their_folder() -> None:
     modules = {"causal_lm": causal_lm, "masked_lm": masked_lm, "sequence_classification": sequence_classification}
-    assert task_names() == sorted(modules)
     for name, module in modules.items():
         task = made(name)
         assert type(task) is module.Task and task.name == name and task.data is task.config.data
     for name in ("translation", "__init__", "../config"):
         with pytest.raises(UsageError, match="is not one of causal_lm, masked_lm, sequence_classification"):
             load_task(name)
+
+
+def test_a_task_may_be_a_file_outside_the_template(tmp_path: Path) -> None:
+    """It is called as its file, and its class is the same each time."""
+    code = "from train.tasks import causal_lm\nclass Task(causal_lm.Task):\n    pass\nnumber = 1\ndef one(): pass\n"
+    (tmp_path / "riddles.py").write_text(code)
+    spec = f"{tmp_path}/riddles.py"
+    task = load_task(f"{spec}:Task")
+    assert issubclass(task, causal_lm.Task) and task.name == "riddles" and task is load_task(f"{spec}:Task")
+    with pytest.raises(UsageError, match=r"task: .*riddles\.py:one is not a subclass of train\.tasks\.Task"):
+        load_task(f"{spec}:one")
+    with pytest.raises(UserError, match=r"task '.*:number': there is no such module or function"):
+        load_task(f"{spec}:number")

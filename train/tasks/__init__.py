@@ -6,8 +6,10 @@ A task is a file in this folder with a class ``Task(train.tasks.Task)``; adding 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import math
+import multiprocessing
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from train.config import Architecture, Config
+from train.config import Architecture, Config, load_function
 from train.records import IGNORE, Corpus, MicroBatch, UsageError, UserError, column, num_cores, one_line
 
 if TYPE_CHECKING:
@@ -59,16 +61,16 @@ def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
     return Scores(losses.reshape(len(labels), -1).sum(1), logits.argmax(-1))
 
 
-def task_names() -> list[str]:
-    """The tasks in this folder."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
-
-
+@functools.cache
 def load_task(name: str) -> type[Task]:
-    """The class of a task; raises UsageError where there is no such file."""
-    if name not in task_names():
-        raise UsageError(f"task: {name!r} is not one of {', '.join(task_names())}.")
-    return importlib.import_module(f"train.tasks.{name}").Task
+    """The class of a task, by the name of its file here or as module:class; raises UsageError where there is none."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+    if ":" not in name and name not in names:
+        raise UsageError(f"task: {name!r} is not one of {', '.join(names)}, nor a file.py:Task.")
+    found: Any = load_function(name, "task") if ":" in name else importlib.import_module(f"train.tasks.{name}").Task
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UsageError(f"task: {name} is not a subclass of train.tasks.Task.")
+    return found
 
 
 class Task:
@@ -94,8 +96,7 @@ class Task:
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        if "name" not in vars(cls):
-            cls.name = cls.__module__.rpartition(".")[2]
+        cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2].removeprefix("task_of_"))
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
@@ -214,6 +215,8 @@ def tokenize(
     label_names, splits = task.label_names(corpus), dict[str, Dataset]()
     for name, documents in corpus.splits.items():
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
+        # A process that does not begin as a copy of this one (on Windows) could not import a task that is a file.
+        may_share = ":" not in task.data.task or multiprocessing.get_start_method() == "fork"
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(num_cores(), useful)
@@ -223,7 +226,7 @@ def tokenize(
             batched=True,
             batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
             remove_columns=documents.column_names,
-            num_proc=workers if workers > 1 else None,
+            num_proc=workers if workers > 1 and may_share else None,
             new_fingerprint=uuid.uuid4().hex,  # a hash of a tokenizer changes with its first use
             keep_in_memory=True,
             desc=f"Tokenising {name}",
