@@ -1,7 +1,7 @@
 """Conversations: their documents, and a task whose targets are what the assistant says. No code is needed.
 
 Use it with ``task: recipes/chat.py:Task``, ``dataset: recipes/chat.py:documents`` and ``dataset_options: {path: …}``,
-as recipes/llama_3.1_8b_chat_24gib.yaml does. The tokenizer needs a chat template, which writes every mark.
+as recipes/qwen3_0.6b_chat_t4.yaml does. The tokenizer needs a chat template, which writes every mark.
 """
 
 from __future__ import annotations
