@@ -7,7 +7,6 @@ as recipes/qwen3_0.6b_chat_t4.yaml does. The tokenizer needs a chat template, wh
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ import torch
 from torch import Tensor
 
 from train.config import Config
-from train.records import IGNORE, UsageError, UserError
+from train.records import IGNORE, UsageError, UserError, one_line
 from train.tasks import Tokenizer, causal_lm
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 ROLES = {"human": "user", "gpt": "assistant"}
+KNOWN = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,21 @@ class Options:
     """``dataset_options``."""
 
     path: str  # a .jsonl, .json or .parquet file, a folder of such files, or a name on the Hub
-    split: str = "train"
+    split: str = "train"  # of a file, too: train[:90%]
     validation_split: str | None = None  # None: --validation_fraction is held out
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
-    """Conversations as JSON, in the column ``text``.
+    """Conversations as JSON, in the column ``text``; without a message it is empty.
 
     A row has ``messages``, each with ``role`` and ``content``; or ``conversations``, each with ``from`` and ``value``;
-    or a ``prompt`` and its ``completion``. Raises UserError for another row, and UsageError for unknown options.
+    or a ``prompt`` and its ``completion``, as texts or as messages. ``tools`` and a text ``system`` may come with them.
+    Raises UserError for another row, and UsageError for unknown options.
     """
-    try:
-        options = Options(**(config.data.dataset_options or {}))
-    except TypeError:
-        known = ", ".join(field.name for field in dataclasses.fields(Options))
-        raise UsageError(f"dataset_options: recipes/chat.py takes {known}; path is needed.") from None
+    given, known = config.data.dataset_options or {}, [field.name for field in dataclasses.fields(Options)]
+    if "path" not in given or not all(name in known and isinstance(value, str) for name, value in given.items()):
+        raise UsageError(f"dataset_options: recipes/chat.py takes {', '.join(known)}; path is needed.")
+    options = Options(**given)
     wanted = {"train": options.split, "validation": options.validation_split}
     return {name: _load(options.path, split) for name, split in wanted.items() if split}
 
@@ -54,68 +55,110 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
 def _load(path: str, split: str) -> datasets.Dataset:
     file = Path(path).expanduser()
     try:
-        if file.is_file():
-            found: Any = datasets.load_dataset(
-                KINDS.get(file.suffix, "json"), data_files={split: str(file)}, split=split
-            )
+        if file.is_file():  # all of it is its split train
+            found: Any = datasets.load_dataset(KINDS[file.suffix], data_files={"train": str(file)}, split=split)
         else:
             found = datasets.load_dataset(str(file) if file.is_dir() else path, split=split)
     except Exception as error:  # of many libraries
-        give = "Give a .jsonl or .parquet file, a folder of them, or a name on the Hub."
-        raise UserError(f"dataset_options: path {path!r} cannot be read: {error} {give}") from None
+        why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
+        give = "Give a .jsonl, .json or .parquet file, a folder of them, or a name on the Hub"
+        raise UserError(f"dataset_options: {split} of {path!r} cannot be read ({why}). {give}.") from None
 
     def as_text(row: Any, number: int) -> dict[str, str]:
-        return {"text": json.dumps(messages_of(row, f"{path}, row {number}"), ensure_ascii=False)}
+        found = conversation_of(row, f"{path}, row {number}")
+        return {"text": json.dumps(found, ensure_ascii=False) if found["messages"] else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
 
 
-def messages_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The messages of one row; raises UserError where it has none."""
-    found = row.get("messages") or row.get("conversations")
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        found = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``messages`` and ``tools`` of one row; raises UserError where it has none, or one that nobody can say."""
+    names = [name for name in ("messages", "conversations") if name in row]
+    found = row[names[0]] or [] if names else None
+    if {"prompt", "completion"} <= row.keys() and not names:
+        found = []
+        for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
+            found += part if isinstance(part, list) else [{"role": role, "content": part}]
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         columns = ", ".join(row)
         raise UserError(f"{where}: no messages, conversations, or prompt and completion; the columns are {columns}.")
-    named = [{{"from": "role", "value": "content"}.get(k, k): v for k, v in m.items() if v is not None} for m in found]
-    if any("role" not in message for message in named):
-        raise UserError(f"{where}: a message without a role (or from).")
-    return [{**message, "role": ROLES.get(message["role"], message["role"])} for message in named]
+    messages = [_message(message, where) for message in found]
+    if isinstance(row.get("system"), str) and row["system"].strip():
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    tools = row.get("tools")
+    return {"messages": messages, "tools": json.loads(tools) if isinstance(tools, str) and tools.strip() else tools}
+
+
+def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``role``, ``content`` as text, and other keys that have a value."""
+    message = {NAMES.get(key, key): value for key, value in found.items() if value is not None}
+    role = message["role"] = ROLES.get(message.get("role", ""), message.get("role"))
+    if role not in KNOWN:
+        raise UserError(f"{where}: a message of the role {role!r}: rename it to one of {', '.join(KNOWN)}.")
+    content = message.get("content", "")
+    if isinstance(content, list):  # parts, of which a model of text can read texts alone
+        parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise UserError(f"{where}: a message of {role} has a content that is not text.")
+    return {**message, "content": content}
 
 
 class Task(causal_lm.Task):
-    """A document is a list of messages as JSON; a conversation longer than ``max_length`` loses its end."""
+    """A document is a conversation as JSON; one that is longer than ``max_length`` loses its end.
+
+    Targets are the assistant's messages, as the template writes them after the prompt for an answer: with the mark for
+    their end. A message with ``weight: 0`` is not a target.
+    """
 
     title = "chat"
     headline_metric = "perplexity"
-    example_columns = ("tokens", "length", "is_target")
+    example_columns = ("tokens", "length", "document_length", "is_target")
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """None: the template makes them, in :meth:`cut`."""
+        """No ids yet: :meth:`cut` makes them, from the text that the template writes."""
         return ([] for _ in texts)
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-        """The conversation as one example; as several where the template rewrites earlier answers."""
-        messages, tokens, is_target = json.loads(text), list[int](), list[bool]()
+        """The conversation as one example; as several where the template rewrites earlier answers.
+
+        Qwen3's drops the thoughts of earlier answers, also empty ones: each answer has an example of its own.
+        """
+        found, written, spans = json.loads(text), "", list[tuple[int, int]]()
+        messages, others = found["messages"], {"tools": found.get("tools") or None}
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number == 0:  # templates begin with a question
                 continue
-            before, after = (templated(tokenizer, messages[:end], asks=end == number) for end in (number, number + 1))
-            if before[: len(tokens)] != tokens:  # Qwen3's drops the thoughts of earlier answers
-                yield from self._example(tokens, is_target)
-                is_target = []
-            # The prompt for an answer may end in what the history does not have, such as the start of a thought.
-            start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after)))  # noqa: B905
-            is_target += [False] * (start - len(is_target)) + [True] * (len(after) - start)
-            tokens = after
-        yield from self._example(tokens, is_target)
+            history, before = (templated(tokenizer, messages[:number], asks, **others) for asks in (False, True))
+            after = templated(tokenizer, messages[: number + 1], False, **others)
+            start = common(before, after)
+            if start < common(before, history.rstrip()):
+                raise UserError(
+                    "chat: the tokenizer's template writes a question in another way once it is answered, such as "
+                    "without the system message: a model could not be trained on what it is asked. Put that message "
+                    f"into the first question, or change the template. {_beginning(messages)}"
+                )
+            if not after.startswith(written):
+                yield from self._example(written, spans, tokenizer)
+                spans = []
+            spans += [(start, len(after))] if message.get("weight", 1) else []
+            written = after
+        yield from self._example(written, spans, tokenizer)
 
-    def _example(self, tokens: list[int], is_target: list[bool]) -> Iterator[dict[str, Any]]:
-        most = self.data.max_length + 1
-        if any(is_target[1:most]):
-            kept = np.array(tokens[:most], dtype=np.int32)
-            yield {"tokens": kept, "length": len(kept) - 1, "is_target": is_target[:most]}
+    def _example(self, written: str, spans: list[tuple[int, int]], tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """The tokens of a conversation; targets are those that reach into one of ``spans`` of characters."""
+        if not spans:
+            return
+        found = tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        firsts, ends = np.array(found["offset_mapping"]).T
+        is_target = np.zeros(len(ends), dtype=bool)
+        for start, end in spans:
+            is_target |= (ends > start) & (firsts < end)
+        kept = self.data.max_length + 1
+        if is_target[1:kept].any():
+            tokens = np.array(found["input_ids"][:kept], dtype=np.int32)
+            lengths = {"length": len(tokens) - 1, "document_length": len(ends) - 1}
+            yield {"tokens": tokens, **lengths, "is_target": is_target[:kept]}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The tokens, and the next ones where the assistant says them."""
@@ -127,9 +170,26 @@ class Task(causal_lm.Task):
         return tokenizer
 
 
-def templated(tokenizer: Any, messages: list[dict[str, Any]], asks: bool) -> list[int]:
-    """Tokens of ``messages``, with the prompt for an answer where the template ``asks`` for one."""
+def templated(tokenizer: Any, messages: list[dict[str, Any]], asks: bool, **others: Any) -> str:
+    """``messages`` as the template writes them, with the prompt for an answer where it ``asks`` for one."""
+    if not tokenizer.is_fast:
+        raise UserError("chat: this tokenizer does not tell where its tokens lie in a text: give a fast one.")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **others)
     except Exception as error:  # a template is a program
-        raise UserError(f"chat: the tokenizer's template cannot take a conversation: {error}") from None
+        where = _beginning(messages)
+        raise UserError(f"chat: the tokenizer's template fails: {one_line(error, 300).rstrip('.')}. {where}") from None
+
+
+def common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # by halves: a loop over all characters would take seconds a conversation
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle - 1)
+    return low
+
+
+def _beginning(messages: list[dict[str, Any]]) -> str:
+    roles, content = ", ".join(message["role"] for message in messages[:6]), messages[0].get("content", "")
+    return f"It was a conversation of {roles} that begins {content[:60]!r}."

@@ -20,30 +20,30 @@ from torch import Tensor
 
 from train import tasks
 from train.config import Config
-from train.records import IGNORE, MicroBatch, UsageError, UserError
+from train.records import IGNORE, MicroBatch, UsageError, UserError, one_line
 
-KINDS = {".csv": "csv", ".parquet": "parquet"}
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """``dataset_options``; the last is read by the task."""
+    """``dataset_options``; ``max_summary_length`` is read by the task."""
 
     path: str  # a .jsonl, .json, .csv or .parquet file, a folder of such files, or a name on the Hub
     document: str = "document"  # its column
     summary: str = "summary"
-    split: str = "train"
+    split: str = "train"  # of a file, too: train[:90%]
     validation_split: str | None = None  # None: --validation_fraction is held out
-    max_summary_length: int = 512  # in tokens
+    max_summary_length: int = 512  # in tokens; at most half of --max_length
 
 
 def options_of(config: Config) -> Options:
     """The options of a run; raises UsageError where they are unknown."""
-    try:
-        return Options(**(config.data.dataset_options or {}))
-    except TypeError:
-        known = ", ".join(field.name for field in dataclasses.fields(Options))
-        raise UsageError(f"dataset_options: recipes/summaries.py takes {known}; path is needed.") from None
+    given, known = config.data.dataset_options or {}, [field.name for field in dataclasses.fields(Options)]
+    kinds = {**dict.fromkeys(known, str), "max_summary_length": int}
+    if "path" not in given or not all(isinstance(value, kinds.get(name, ())) for name, value in given.items()):
+        raise UsageError(f"dataset_options: recipes/summaries.py takes {', '.join(known)}; path is needed.")
+    return Options(**given)
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
@@ -57,19 +57,20 @@ def _load(options: Options, split: str) -> datasets.Dataset:
     path, columns = Path(options.path).expanduser(), {"document": options.document, "summary": options.summary}
     try:
         if path.is_file():
-            kind = KINDS.get(path.suffix, "json")
-            found: Any = datasets.load_dataset(kind, data_files={split: str(path)}, split=split)
+            found: Any = datasets.load_dataset(KINDS[path.suffix], data_files={"train": str(path)}, split=split)
         else:
             found = datasets.load_dataset(str(path) if path.is_dir() else options.path, split=split)
     except Exception as error:  # of many libraries
-        give = "Give a .jsonl, .csv or .parquet file, a folder of them, or a name on the Hub."
-        raise UserError(f"dataset_options: path {options.path!r} cannot be read: {error} {give}") from None
+        why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
+        give = "Give a .jsonl, .json, .csv or .parquet file, a folder of them, or a name on the Hub"
+        raise UserError(f"dataset_options: {split} of {options.path!r} cannot be read ({why}). {give}.") from None
     if missing := [column for column in columns.values() if column not in found.column_names]:
         names = ", ".join(found.column_names)
         raise UserError(f"{options.path}: no column {missing[0]!r}; the columns are {names}.")
 
     def as_text(row: Any) -> dict[str, str]:
-        return {"text": json.dumps({name: row[column] or "" for name, column in columns.items()}, ensure_ascii=False)}
+        found = {name: "" if row[column] is None else str(row[column]) for name, column in columns.items()}
+        return {"text": json.dumps(found, ensure_ascii=False) if all(found.values()) else ""}
 
     return found.map(as_text, remove_columns=found.column_names, desc="Reading summaries")
 
@@ -81,28 +82,29 @@ class Task(tasks.Task):
     title = "summarization"
     headline_metric = "perplexity"
     encode_settings = ("max_length", "dataset_options")
-    example_columns = ("tokens", "summary", "length")
+    example_columns = ("tokens", "summary", "length", "document_length")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         own, name = config.architecture, "decoder_start_token_id"
-        self._start = getattr(tasks.stored_config(own), name) if own.model else (own.model_config or {}).get(name)
-        if self._start is None:
+        if own.model is None and name not in (own.model_config or {}):
             raise UsageError(f"model_config: summaries need its {name}: that of the token with which summaries begin.")
+        self._start = getattr(tasks.stored_config(own), name, None) if own.model else (own.model_config or {})[name]
 
     def token_ids(self, texts: Sequence[str], tokenizer: tasks.Tokenizer) -> Iterator[list[int]]:
-        """None: :meth:`cut` makes them, of both parts."""
+        """No ids yet: :meth:`cut` makes them, of both parts."""
         return ([] for _ in texts)
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """The beginning of the document, and the summary."""
-        parts, most = json.loads(text), options_of(self.config).max_summary_length
+        parts, most = json.loads(text), min(options_of(self.config).max_summary_length, self.data.max_length // 2)
         document, summary = (tokenizer.encode(parts[k], add_special_tokens=False) for k in ("document", "summary"))
-        written = np.array(self.framed(summary[:most], tokenizer), dtype=np.int32)
-        tokens = self.framed(document[: max(0, self.room(tokenizer) - len(written))], tokenizer)
-        if summary and document:
-            read = np.array(tokens, dtype=np.int32)
-            yield {"tokens": read, "summary": written, "length": len(read) + len(written)}
+        marks = len(self.framed([], tokenizer))
+        written = self.framed(summary[: most - marks], tokenizer)
+        read = self.framed(document[: self.room(tokenizer) - len(written)], tokenizer)
+        arrays = {"tokens": np.array(read, dtype=np.int32), "summary": np.array(written, dtype=np.int32)}
+        whole = len(document) + len(summary) + 2 * marks
+        yield {**arrays, "length": len(read) + len(written), "document_length": whole}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens of the document (S,), and of the summary (T,)."""
@@ -112,6 +114,6 @@ class Task(tasks.Task):
         """Adds what the decoder has written so far, ``decoder_input_ids`` (B, T): the labels, one later."""
         batch = super().collate(examples, seed, pad_id)
         written = batch.labels.roll(1, dims=1)
-        written[:, 0] = self._start
+        written[:, 0] = pad_id if self._start is None else self._start  # transformers gives T5 the padding token
         batch.inputs["decoder_input_ids"] = written.masked_fill(written == IGNORE, pad_id)
         return batch

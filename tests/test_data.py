@@ -72,6 +72,18 @@ def test_a_function_is_found_in_a_file_and_in_a_module_of_the_current_folder(
         assert load_function(f"{source}:build", "model")().width == 3
 
 
+def test_a_helper_that_was_edited_is_not_taken_from_a_cache(tmp_path: Path) -> None:
+    """🤗 Datasets tells functions apart by their names, where a module has them."""
+    code = "import datasets\ndef word():\n    return 'one'\ndef documents():\n"
+    code += f"    rows = datasets.load_dataset('json', data_files='{tmp_path}/rows.jsonl', split='train')\n"
+    code += "    return rows.map(lambda row: {'text': word()})\n"
+    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
+    for other in ("one", "two"):
+        (tmp_path / "words_for_test.py").write_text(code.replace("'one'", repr(other)))
+        found = load_function(f"{tmp_path}/words_for_test.py:documents", "dataset")()
+        assert found["text"][:] == [other]
+
+
 @pytest.mark.parametrize(
     ("arguments", "gets"),
     [

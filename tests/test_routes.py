@@ -392,6 +392,8 @@ def test_conversations_learn_what_the_assistant_says(fork: Fork, template: str, 
     flags += ("--validation_fraction", 0.5)  # some conversations have no answer
     _, summary = fork.trains(*flags, "--tokenizer", "chat", "--packing", *QUICK)
     assert summary["result"]["validation"]["loss"] == pytest.approx(math.log(260), abs=0.2)
+    flags = ("--task", f"{fork.folder}/recipes/chat.py:Task", *flags[2:])  # another spelling of the same
+    assert fork.run(*flags, "--tokenizer", "chat", "--packing", *QUICK, "--max_steps", 4).returncode == EXIT_DONE
     folders = fork.folder / "chat", fork.output / "final"
     made, final = map(PreTrainedTokenizerFast.from_pretrained, folders)
     assert final.chat_template == template and final("hi")["input_ids"] == made("hi")["input_ids"]

@@ -254,6 +254,8 @@ def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:
     ids_of(one, "used")
     one("used, padded and cut", truncation=True, max_length=4, padding="max_length")
     assert tokenizer_digest(one) == before == tokenizer_digest(same) != tokenizer_digest(other)
+    one.chat_template = "{{ messages }}"  # by which a task may make ids
+    assert tokenizer_digest(one) != before
 
 
 # Tokenising and its cache

@@ -19,6 +19,7 @@ import re
 import sys
 import types
 import typing
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -327,8 +328,9 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
     sys.path.insert(0, folder)
     try:
         if is_file:
-            # Under a name that no package has: the file may be called datasets.py.
-            found: Any = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
+            # A name that no package has (the file may be datasets.py), nor another state of it: datasets caches by it.
+            own = f"{flag}_of_{Path(source).stem}_{zlib.crc32(Path(source).read_bytes()):08x}"
+            found: Any = importlib.util.spec_from_file_location(own, source)
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:

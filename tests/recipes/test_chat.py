@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from train.config import Config
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.records import UsageError, UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}
@@ -25,16 +30,29 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"of": "x"}}}]}
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"messages": [QUESTION, ANSWER], "id": 1}, [QUESTION, ANSWER]),
         ({"prompt": "two?", "completion": "2"}, [QUESTION, ANSWER]),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
         (
-            {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}]},
-            [QUESTION, ANSWER],
+            {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}], "system": "short"},
+            [{"role": "system", "content": "short"}, QUESTION, ANSWER],
         ),
         ({"messages": [{**QUESTION, "name": "Åsa"}, ANSWER]}, [{**QUESTION, "name": "Åsa"}, ANSWER]),
+        ({"messages": [QUESTION, CALL]}, [QUESTION, {**CALL, "content": ""}]),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "tw"}, {"type": "text", "text": "o?"}]}
+                ]
+            },
+            [QUESTION],
+        ),
     ],
 )
 def test_conversations_of_every_kind(
@@ -43,18 +61,26 @@ def test_conversations_of_every_kind(
     """Keys that only some messages have are not there in the others."""
     found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", row, row)))
     assert list(found) == ["train"] and found["train"].column_names == ["text"]
-    assert [json.loads(text) for text in found["train"]["text"]] == [expected, expected]
+    assert [json.loads(text)["messages"] for text in found["train"]["text"]] == [expected, expected]
+
+
+def test_tools_come_along_and_conversations_without_a_message_are_empty(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = {"messages": [QUESTION], "tools": json.dumps(tools)}, {"messages": [], "tools": ""}
+    found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
+    assert json.loads(found[0]) == {"messages": [QUESTION], "tools": tools} and found[1] == ""
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"text": "two?"},
-            "chats.jsonl, row 0: no messages, conversations, or prompt and completion; the columns are text",
-        ),
+        ({"text": "two?"}, "chats.jsonl, row 0: no messages, .*, or prompt and completion; the columns are text"),
         ({"messages": ["two?"]}, "row 0: no messages"),
-        ({"messages": [{"content": "two?"}]}, "row 0: a message without a role"),
+        ({"messages": [{"content": "two?"}]}, "row 0: a message of the role None: rename it to one of system, "),
+        ({"conversations": [{"from": "bot", "value": "2"}]}, "row 0: a message of the role 'bot': rename it"),
+        ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 0: .* user has a content"),
     ],
 )
 def test_rows_without_a_conversation_are_named(
@@ -65,17 +91,116 @@ def test_rows_without_a_conversation_are_named(
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_a_file_has_splits_too(load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str) -> None:
+    """Its rows are the split train; another name is refused, and not what the model trains on."""
+    recipe = load_recipe(name)
+    rows = [{"messages": [QUESTION, ANSWER], "document": "long", "summary": str(n)} for n in range(10)]
+    path = str(written(tmp_path / "rows.jsonl", *rows))
+    found = documents(recipe, path=path, split="train[:80%]", validation_split="train[80%:]")
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 8, "validation": 2}
+    with pytest.raises(UserError, match=r'validation of .* cannot be read .*Unknown split "validation"'):
+        documents(recipe, path=path, validation_split="validation")
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
 def test_what_cannot_be_read_and_options_that_are_not_there(
     load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str
 ) -> None:
     recipe = load_recipe(name)
-    for options in ({}, {"path": "chats.jsonl", "splits": "train"}):
+    for options in ({}, {"path": "chats.jsonl", "splits": "train"}, {"path": 3}):
         with pytest.raises(UsageError, match=f"dataset_options: recipes/{name}.py takes path, .*; path is needed"):
             documents(recipe, **options)
     (tmp_path / "damaged.jsonl").write_text("{")
-    for path in ("damaged.jsonl", "no_such_folder/chats.jsonl"):
-        with pytest.raises(UserError, match=rf"dataset_options: path '.*{path}' cannot be read: .*Give a \.jsonl"):
+    for path in ("damaged.jsonl", "no_such_folder/chats.jsonl", "chats.tsv"):
+        (tmp_path / "chats.tsv").write_text("messages")
+        with pytest.raises(UserError, match=rf"dataset_options: train of '.*{path}' cannot be read \(.*Give a \.jsonl"):
             documents(recipe, path=str(tmp_path / path))
+
+
+MARKS = "<|system|>", "<|user|>", "<|assistant|>"
+CHATML = (
+    "{% if tools %}[{{ tools[0].name }}]{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Only the last question gets the system message; and earlier answers lose what Qwen3's do, an empty thought.
+FORGETS = (
+    "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}: {% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+THINKS = CHATML.replace("{{ m.content }}", "{{ '<>' if loop.last and m.role == 'assistant' }}{{ m.content }}")
+
+
+def examples(recipe: ModuleType, conversation: list[Any], template: str = CHATML, **more: Any) -> list[Any]:
+    """The examples of a conversation as text, targets in brackets, with their lengths."""
+    letters = {letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    bytes_ = Tokenizer(models.BPE({**letters, "th": 256}, [("t", "h")]))
+    bytes_.pre_tokenizer, bytes_.decoder = ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    marks: Any = list(MARKS)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", additional_special_tokens=marks)
+    tokenizer.chat_template = template
+    text, task = json.dumps({"messages": conversation, **more}), recipe.Task(Config().changed(max_length=30))
+    found = []
+    for example in task.cut(text, [], None, tokenizer):
+        shown, before = "", False
+        for token, is_target in zip(example["tokens"], example["is_target"].tolist(), strict=True):
+            shown += "]" * (before and not is_target) + "[" * (is_target and not before) + str(tokenizer.decode(token))
+            before = is_target
+        found.append((shown + "]" * before, example["length"], example["document_length"]))
+    return found
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_what_the_assistant_says_is_the_target(load_recipe: Callable[[str], ModuleType]) -> None:
+    recipe, ask, say = load_recipe("chat"), partial(message, "user"), partial(message, "assistant")
+    two = [ask("e?"), say("1"), ask("b?"), say("2")]
+    whole = "<|user|>e?<|end|><|assistant|>[1<|end|>]<|user|>b?<|end|><|assistant|>[2<|end|>]"
+    assert examples(recipe, two) == [(whole, 13, 13)]
+    assert examples(recipe, [ask("a"), say("1"), say("2")]) == [
+        ("<|user|>a<|end|><|assistant|>[1<|end|>]<|assistant|>[2<|end|>]", 8, 8)
+    ]
+    assert examples(recipe, [say("hi"), ask("a")]) == [] == examples(recipe, [ask("a")])
+    # Weights, tools, and an answer whose beginning is one token with the end of the prompt.
+    assert examples(recipe, [ask("a"), say("1", weight=0), ask("b"), say("2")])[0][0].count("[") == 1
+    assert examples(recipe, two, tools=[{"name": "f"}])[0][0].startswith("[f]<|user|>")
+    joined = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>t{% endif %}").replace(
+        "{{ m.content }}", "{{ 't' if m.role == 'assistant' }}{{ m.content }}"
+    )
+    assert examples(recipe, [ask("a"), say("he")], joined) == [("<|user|>a<|end|><|assistant|>[the<|end|>]", 6, 6)]
+    # Longer than max_length: the end is lost, and with it an answer that begins there.
+    assert examples(recipe, [ask("a" * 10), say("1" * 30)])[0][1:] == (30, 43)
+    assert examples(recipe, [ask("a" * 40), say("1")]) == []
+
+
+def test_templates_that_rewrite_what_was_said(load_recipe: Callable[[str], ModuleType]) -> None:
+    recipe, ask, say = load_recipe("chat"), partial(message, "user"), partial(message, "assistant")
+    two = [ask("a?"), say("1"), ask("b?"), say("2")]
+    assert [shown for shown, *_ in examples(recipe, two, THINKS)] == [
+        "<|user|>a?<|end|><|assistant|>[<>1<|end|>]",
+        "<|user|>a?<|end|><|assistant|>1<|end|><|user|>b?<|end|><|assistant|>[<>2<|end|>]",
+    ]
+    assert len(examples(recipe, two, FORGETS)) == 1  # no system message, nothing is rewritten
+    with pytest.raises(UserError, match=r"writes a question in another way .* conversation of system, user, assistant"):
+        examples(recipe, [message("system", "be short"), *two], FORGETS)
+    fails = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(UserError, match=r"template fails: System role not supported\. It was a .* that begins 'a\?'"):
+        examples(recipe, two, fails)
+
+
+def test_a_summary_leaves_room_for_its_document(load_recipe: Callable[[str], ModuleType]) -> None:
+    config = Config().changed(max_length=20, model_config={"model_type": "t5", "decoder_start_token_id": 0})
+    task = load_recipe("summaries").Task(config.changed(dataset_options={"path": "papers.jsonl"}))
+    text = json.dumps({"document": "d" * 50, "summary": "s" * 30})
+    [example] = task.cut(text, [], None, build_tokenizer("bytes", ()))
+    assert (len(example["tokens"]), len(example["summary"])) == (10, 10)
+    assert (example["length"], example["document_length"]) == (20, 84)
+    text = json.dumps({"document": "d" * 5, "summary": "s" * 3})
+    [example] = task.cut(text, [], None, build_tokenizer("bytes", ()))
+    assert example["length"] == example["document_length"] == 12
 
 
 def test_summaries_have_columns_of_any_name(load_recipe: Callable[[str], ModuleType], tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import functools
 import importlib
 import math
 import multiprocessing
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +27,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture, Config, load_function
-from train.records import IGNORE, Corpus, MicroBatch, UsageError, UserError, column, num_cores, one_line
-
-if TYPE_CHECKING:
-    from train.records import Run
+from train.records import IGNORE, Corpus, MicroBatch, Run, UsageError, UserError, column, num_cores, one_line
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
@@ -96,7 +94,7 @@ class Task:
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2].removeprefix("task_of_"))
+        cls.name = vars(cls).get("name", re.sub(r".*\.|^task_of_(.*)_\w{8}$", r"\1", cls.__module__))
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data

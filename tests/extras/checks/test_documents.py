@@ -51,6 +51,16 @@ def test_how_many_tokens_are_lost_is_said() -> None:
     assert said(rows, [("a", "x")], max_length=10) == ["2 classes: x, y"]
 
 
+def test_tokens_that_packed_examples_lost_are_told() -> None:
+    """Of a task that truncates in its own way; 12 + 4 of 30 tokens are lost."""
+    rows = datasets.Dataset.from_dict({"length": [10, 6], "document_length": [[3, 14], [10, 3]]})
+    config = Config().changed(max_length=6)
+    data: Any = SimpleNamespace(
+        task=load_task("causal_lm")(config), corpus=Corpus("own", {}), examples={"train": rows}, label_names=()
+    )
+    assert describe(data, config) == ["2 of 4 documents are longer than 6 tokens; 40.0 % of all tokens are lost"]
+
+
 def test_documents_without_an_example_are_counted() -> None:
     rows = {"text": ["a", "b", "c"]}
     splits = {name: datasets.Dataset.from_dict(rows) for name in ("train", "validation")}

@@ -110,8 +110,9 @@ class Extra(extras.Extra):
 
         values, own = to_values(run.config), run.config.architecture
         function = own.name.rpartition(":")[0] if own.is_function else ""
-        same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
+        same = ("mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         return {
+            "task": data.task.name,
             **{name: values[name] for name in same},
             "tokenizer": tokenizer_digest(data.tokenizer),
             "training data": self._data,
