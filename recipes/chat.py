@@ -72,7 +72,7 @@ def _load(path: str, split: str) -> datasets.Dataset:
 
 
 def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``messages`` and ``tools`` of one row; raises UserError where it has none, or one that nobody can say."""
+    """``messages`` and ``tools`` of one row; raises UserError where it has no messages, or unusual ones."""
     names = [name for name in ("messages", "conversations") if name in row]
     found = row[names[0]] or [] if names else None
     if {"prompt", "completion"} <= row.keys() and not names:
@@ -86,7 +86,12 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages = [{"role": "system", "content": row["system"]}, *messages]
     tools = row.get("tools")
-    return {"messages": messages, "tools": json.loads(tools) if isinstance(tools, str) and tools.strip() else tools}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError as error:
+            raise UserError(f"{where}: its tools are not JSON ({error}).") from None
+    return {"messages": messages, "tools": tools}
 
 
 def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:

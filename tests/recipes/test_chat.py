@@ -78,6 +78,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
     [
         ({"text": "two?"}, "chats.jsonl, row 0: no messages, .*, or prompt and completion; the columns are text"),
         ({"messages": ["two?"]}, "row 0: no messages"),
+        ({"messages": [QUESTION], "tools": "search"}, "row 0: its tools are not JSON"),
         ({"messages": [{"content": "two?"}]}, "row 0: a message of the role None: rename it to one of system, "),
         ({"conversations": [{"from": "bot", "value": "2"}]}, "row 0: a message of the role 'bot': rename it"),
         ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 0: .* user has a content"),
