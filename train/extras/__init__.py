@@ -296,8 +296,6 @@ def check(config: Config, launch: Launch | None = None) -> None:
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto needs train/memory/, which needs hardware and meter: give a number.")
-    if "readers" in missing() and ":" not in config.data.dataset:
-        raise UsageError(f"dataset: {config.data.dataset} needs train/extras/readers/: give module:function.")
     if "new_models" in missing() and config.architecture.model_config is not None:
         raise UsageError("model_config needs train/extras/new_models/: give --model module:function, or a folder.")
     if "optimizers" in missing() and config.optimization.optimizer != "adamw":
