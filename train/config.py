@@ -328,7 +328,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
     sys.path.insert(0, folder)
     try:
         if is_file:
-            # A name that no package has (the file may be datasets.py), nor another state of it: datasets caches by it.
+            # No package has this name, as the file may be datasets.py. 🤗 Datasets caches by it, so it holds a digest.
             own = f"{flag}_of_{Path(source).stem}_{zlib.crc32(Path(source).read_bytes()):08x}"
             found: Any = importlib.util.spec_from_file_location(own, source)
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there

@@ -581,9 +581,11 @@ def test_a_batch_has_labels_of_the_shape_that_the_data_has(
 def test_a_batch_has_the_inputs_that_the_data_has() -> None:
     """Such as those of a decoder, which has a length of its own, and labels that are numbers."""
     tensors = {"input_ids": ((-1,), "int64"), "decoder_input_ids": ((5,), "int32"), "labels": ((5,), "float32")}
+    tensors["is_quoted"] = ((-1,), "bool")
     batch = random_batch(Job({}, Target("cpu"), 300, 2, 16, tensors=tensors), 3)
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.inputs.items()} == {
         "input_ids": ((3, 16), torch.int64),
         "decoder_input_ids": ((3, 5), torch.int32),
+        "is_quoted": ((3, 16), torch.bool),
     }
     assert (tuple(batch.labels.shape), batch.labels.dtype, batch.num_targets) == ((3, 5), torch.float32, 15)

@@ -171,7 +171,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     def made(name: str, low: int, high: int) -> torch.Tensor:
         of_each, dtype = job.tensors.get(name, (() if job.num_labels else (-1,), "int64"))
         shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
-        return torch.randint(low, high, shape, dtype=getattr(torch, dtype))
+        return torch.randint(low, high, shape).to(getattr(torch, dtype))  # which may be one of few numbers
 
     inputs: dict[str, Any] = {name: made(name, 3, job.vocab_size) for name in job.tensors if name != "labels"}
     if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want

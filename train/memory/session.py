@@ -65,7 +65,7 @@ class MemorySession:
             tensors={
                 name: (tuple(-1 if n == length else n for n in t.shape[1:]), str(t.dtype).removeprefix("torch."))
                 for name, t in {**longest.inputs, "labels": longest.labels}.items()
-                if name not in ("attention_mask", "position_ids", "documents")
+                if isinstance(t, torch.Tensor) and name not in ("attention_mask", "position_ids")
             },
             num_targets=longest.num_targets or None,
             documents=documents.lengths if documents is not None else (),

@@ -78,7 +78,7 @@ class Task:
     some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over all but ``IGNORE``.
     """
 
-    name: ClassVar[str]  # by default that of its file
+    name: ClassVar[str]  # by default that of its file; outside this folder the module is task_of_NAME_DIGEST
     auto_class: ClassVar[str]  # of transformers: builds the model for this task
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     greater_is_better: ClassVar[bool | None] = None  # of the default metric; None: guessed by its name

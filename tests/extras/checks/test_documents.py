@@ -54,7 +54,7 @@ def test_how_many_tokens_are_lost_is_said() -> None:
 def test_tokens_that_packed_examples_lost_are_told() -> None:
     """Of a task that truncates in its own way; 12 + 4 of 30 tokens are lost."""
     rows = datasets.Dataset.from_dict({"length": [10, 6], "document_length": [[3, 14], [10, 3]]})
-    config = Config().changed(max_length=6)
+    config = Config().changed(max_length=6, packing=True)
     data: Any = SimpleNamespace(
         task=load_task("causal_lm")(config), corpus=Corpus("own", {}), examples={"train": rows}, label_names=()
     )

@@ -12,7 +12,7 @@ from train.config import Config, fields
 from train.data import PreparedData
 from train.figures import several
 from train.optim import learning_rate_at, num_warmup_steps
-from train.records import BatchArithmetic, Corpus, Parts, Run, UserError
+from train.records import BatchArithmetic, Corpus, Parts, Run, UserError, column
 from train.tasks import Task
 
 FRACTION = re.compile(r"[+-]?(\d*\.\d*[1-9]\d*([eE][+-]?\d+)?|\d+\.?\d*[eE]-\d+)")  # a measurement, not a class
@@ -62,8 +62,8 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     if same := [repr(name) for name in names if alike[" ".join(name.casefold().split())] > 1]:
         lines[0] += f" (of these {', '.join(same[:4])} differ only in case or spaces)"
     if "document_length" in train.column_names:
-        most = config.data.max_length
-        before = np.hstack(train.with_format("numpy")["document_length"][:])  # packed rows have lists of them
+        before, most = column(train, "document_length"), config.data.max_length
+        before = np.hstack(list(before)) if config.get("packing") else before  # packed rows have lists of them
         if cut := int((before > most).sum()):
             how = f"truncation ({config.data.truncation}): " * ("truncation" in task.encode_settings)
             lost = 100 * (1 - np.minimum(before, most).sum() / before.sum())
