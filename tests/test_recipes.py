@@ -81,6 +81,13 @@ def seconds_of(text: str) -> float:
     return sum(float(number) * {"min": 60, "s": 1}[unit] for number, unit in re.findall(r"([\d.]+) (min|s)\b", text))
 
 
+def test_the_table_of_recipes_has_the_figures_of_their_headers() -> None:
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| \[([\w.]+)\]\(\.\./recipes/.*\| ([\d.]+ of [\d.]+) GiB", page, re.MULTILINE))
+    found = {path.stem: re.findall(r"([\d.]+) GiB needed of ([\d.]+) GiB", header_of(path))[0] for path in PLANNED}
+    assert told == {name: " of ".join(figures) for name, figures in found.items()}
+
+
 def test_there_are_recipes_for_the_cards_that_people_own() -> None:
     assert [path.stem for path in PLANNED] == [
         "llama_3.1_8b_80gib",
