@@ -7,8 +7,8 @@
     python scripts/benchmarks/ladder.py --model 0.5b --length 131072 --write  # each rung at one length
 
 Each rung adds one technique to those before it. A predicted ladder in docs/results/ for a card of this size, else the
-planner, says where to begin; on a card real steps (forward, backward, update), each in a process of its own, then find
-the true longest sequence between what trained and what ran out of memory: first each rung roughly, then each closely.
+planner, says what should fit; on a card real steps (forward, backward, update), each in a process of its own, then try
+that length and one 5 % longer, and further ones until one trained and the next ran out of memory.
 With --write the results file keeps what was tried, and a later call continues from there. Without a card the ladder is
 predicted, and labelled so.
 """
@@ -139,7 +139,7 @@ def page(found: dict[str, Any]) -> str:
     room = question_of(rungs_of("1b")[0], device, 1024).room_bytes
     has_full = any("full_length" in row for row in found["rows"])
     rows = [row if has_full else row[:3] + row[4:] for row in map(cells, found["rows"])]
-    full = "On a full card nothing is left free, and the allocator gives back what it holds unused. " * has_full
+    full = "A full card is one of which nothing is left free. " * has_full
     lines = [
         f"# The ladder, predicted for {device.name}",
         "",

@@ -21,6 +21,7 @@ from scripts.benchmarks.rungs import (
     OPTIMIZER,
     Rung,
     committed_lengths,
+    multiple,
     outcome_at,
     predicted_longest,
     question_of,
@@ -34,9 +35,9 @@ from train.records import UsageError
 
 HOST_MARGIN_BYTES = 8 * 2**30
 """Of host memory, for the process itself."""
-CLOSE = (1.06, 1.03)
-"""The search of a rung ends when what trained and what did not differ by less than this factor: of all rungs roughly,
-so that each has been tried when time is up, then closely."""
+STEP = 1.05
+"""The predicted longest sequence is tried, then by this factor longer ones until one does not train, or shorter ones
+until one does."""
 START_SECONDS = 45.0
 """Of a process that measures, before its step, at most: libraries, weights on the card, and a short first step."""
 SMALL_CARD_BYTES = 48 * 2**30
@@ -137,24 +138,21 @@ def tried_apart(job: Job, mode: str, timeout_seconds: float, steps: int = 1) -> 
     return harness.apart([__file__, mode, str(steps)], asdict(job), timeout_seconds)
 
 
-def next_length(tries: Sequence[dict[str, Any]], guess: int, close: float = CLOSE[-1]) -> int | None:
-    """The length to try after ``tries``, first ``guess``; None: the bracket is narrow enough, or nothing is left.
+def longer(length: int) -> int:
+    """The next length to try after one that trained."""
+    return max(length + 64, multiple(length * STEP))
 
-    Args:
-        close: what trained and what did not differ by less than this factor: narrow enough.
-    """
-    low = max((row["length"] for row in tries if row["outcome"] == "ok"), default=0)
-    high = min((row["length"] for row in tries if row["outcome"] in ("oom", "host")), default=None)
-    if high is None:
-        length = guess if not low else math.ceil(low * 1.05 / 1024) * 1024
-    elif not low:
-        length = high * (97 if len(tries) < 2 else 80 if len(tries) < 4 else 50) // 100 // 1024 * 1024
-    elif high <= low * close or high - low <= 1024:
+
+def next_length(tries: Sequence[dict[str, Any]], guess: int) -> int | None:
+    """The length to try after ``tries``, first ``guess``; None: one trained and the next did not, or none is left."""
+    trained = [row["length"] for row in tries if row["outcome"] == "ok"]
+    too_long = [row["length"] for row in tries if row["outcome"] in ("oom", "host")]
+    if trained and too_long:
         return None
-    else:
-        length = (low + high) // 2 // 1024 * 1024
-    known = {row["length"] for row in tries}
-    return length if length >= 1024 and length not in known else None
+    if trained:
+        return longer(max(trained))
+    length = multiple(min(too_long) / STEP) if too_long else guess
+    return length if length >= 1024 else None
 
 
 @dataclass
@@ -181,16 +179,12 @@ class Search:
         self._committed = committed_lengths(self.device)
 
     def longest(self, models: Sequence[str]) -> bool:
-        """Finds the longest sequence of each rung, roughly, then closely; whether nothing is left to try."""
+        """Finds the longest sequence of each rung; whether nothing is left to try."""
         trainers = [Rung(model, TRAINER, dict(NOTHING)) for model in models]
         rungs = [rung for first in trainers for rung in [first, *self._rungs_of(first.model)] if self.takes(rung)]
         with Predictor() as predictor:
             predictions = Predictions(predictor)
-            for close in CLOSE:
-                for rung in rungs:
-                    if not self._find_longest(rung, predictions, close):
-                        return False
-        return True
+            return all(self._find_longest(rung, predictions) for rung in rungs)
 
     def speeds(self, models: Sequence[str]) -> bool:
         """Measures tokens per second; whether nothing is left to try."""
@@ -238,7 +232,7 @@ class Search:
         print(TABLE.row(cells(row)), flush=True)
         return row["outcome"]
 
-    def _find_longest(self, rung: Rung, predictions: Predictions, close: float) -> bool:
+    def _find_longest(self, rung: Rung, predictions: Predictions) -> bool:
         """Brackets the longest sequence of one rung; False: time is up."""
         tries = self.results.of("longest", rung.key)
         if any(row["outcome"] in ("error", "slow", "does not fit") for row in tries):
@@ -249,7 +243,7 @@ class Search:
         if guess == 0:
             self._add("longest", rung, 1024, outcome="does not fit", predicted_longest=0)
             return True
-        while (length := next_length(tries, guess, close)) is not None:
+        while (length := next_length(tries, guess)) is not None:
             outcome = self._try("longest", rung, length, predictions, predicted_longest=guess)
             if outcome in (None, "error", "slow", "timeout"):
                 return outcome is not None
@@ -270,7 +264,8 @@ class Search:
             if self._is_late(2 * outcome.seconds_per_token * length):
                 return None
             self._has_measured = True
-            found = self._tried(rung, question_of(rung, self.device, length), steps=2 if kind == "at" else 1)
+            is_timed = kind == "at" and 2 * outcome.seconds_per_token * length <= self.step_seconds
+            found = self._tried(rung, question_of(rung, self.device, length), steps=1 + is_timed)
             if kind == "longest":  # the only step at this length: it says whether it fits, not how long one takes
                 found = {name: value for name, value in found.items() if name not in TIMES}
         planned = {
@@ -370,16 +365,31 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
     kinds = {kind: [row for row in tries if row["kind"] == kind] for kind in ("longest", "at", "speed")}
     by_rung = [[r for r in kinds["longest"] if r["key"] == key] for key in dict.fromkeys(r["key"] for r in tries)]
     brackets = [bracket_cells(rows) for rows in by_rung if rows]
-    lines = ["", "## The longest sequence", "", *BRACKETS.lines(brackets)] if brackets else []
+    lines = ["", "## The longest sequence", "", *BRACKETS.lines(brackets), "", held_line(kinds["longest"])] * bool(
+        brackets
+    )
     # What was tried at one length began with the last rung.
     for title, rows in (("Each rung at one length", kinds["at"][::-1]), ("Speed", kinds["speed"])):
         lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))] if rows else []
     return lines[1:]
 
 
+def held_line(tries: Sequence[dict[str, Any]]) -> str:
+    """How often the predicted length trained and the next did not."""
+    outcomes: dict[str, set[str]] = {}
+    for row in (row for row in tries if row["length"] in (guess := row["predicted_longest"], longer(guess))):
+        outcomes.setdefault(row["key"], set()).add(f"{row['outcome']} {row['length'] == row['predicted_longest']}")
+    held = sum(found == {"ok True", "oom False"} for found in outcomes.values())
+    return f"In {held} of {len(outcomes)} cases the predicted length trained, and one {STEP - 1:.0%} longer did not."
+
+
 BRACKETS = harness.Table(
-    ("model", "rung, with those above it", "trained, tokens", "ran out of memory", "peak, GiB", "predicted"), "llrrrr"
-)
+    (
+        "model", "rung, with those above it", "predicted, tokens", "trained", "ran out of memory",
+        "peak, GiB", "predicted",
+    ),
+    "llrrrrr",
+)  # fmt: skip
 
 
 def bracket_cells(tries: Sequence[dict[str, Any]]) -> list[str]:
@@ -388,8 +398,16 @@ def bracket_cells(tries: Sequence[dict[str, Any]]) -> list[str]:
     best = max(trained, key=lambda row: row["length"]) if trained else tries[-1]
     model, rung, length, outcome, *_, peak, predicted_peak = cells(best)
     ran_out = min((row["length"] for row in tries if row["outcome"] == "oom"), default=None)
-    longest = length if trained else outcome
-    return [model, rung, longest, "" if ran_out is None else f"{ran_out:,}", peak, predicted_peak]
+    longest, guess = length if trained else outcome, tries[0].get("predicted_longest")
+    return [
+        model,
+        rung,
+        f"{guess:,}" if guess else "",
+        longest,
+        f"{ran_out:,}" if ran_out else "",
+        peak,
+        predicted_peak,
+    ]
 
 
 def main() -> None:

@@ -147,10 +147,9 @@ def compared(case: Job, device: Device, predicted: Prediction | UserError) -> di
         "predicted_reserved_bytes": predicted.reserved_bytes,
         "phase": predicted.phase,
         "attention": list(predicted.attention_kernels),
-        "prediction_seconds": predicted.prediction_seconds,
         "predicted_seconds": predicted.seconds,
     }
-    needed_bytes = predicted.reserved_bytes + device.context_bytes
+    needed_bytes = predicted.least_reserved_bytes + device.context_bytes
     if case.target.device_type == "cuda" and needed_bytes > device.total_bytes:
         gib = needed_bytes / harness.GIB
         return {**row, "left_out": f"left out: predicted to need {gib:.1f} GiB, more than the card has"}
@@ -206,22 +205,19 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
-TABLE = harness.Table(
-    ("case", "measured MiB", "predicted MiB", "error", "error of reserved", "seconds to predict"), "lrrrrr"
-)
+TABLE = harness.Table(("case", "measured MiB", "predicted MiB", "error", "error of reserved"), "lrrrr")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     if "error_percent" not in row:
-        return [row["case"], "", "", row.get("error") or row.get("left_out", ""), "", ""]
+        return [row["case"], "", "", row.get("error") or row.get("left_out", ""), ""]
     return [
         row["case"],
         f"{row['measured_bytes'] / harness.MIB:,.1f}",
         f"{row['predicted_bytes'] / harness.MIB:,.1f}",
         f"{row['error_percent']:+.4f} %",
         f"{row['reserved_error_percent']:+.2f} %" if "reserved_error_percent" in row else "",
-        f"{row['prediction_seconds']:.1f}",
     ]
 
 

@@ -200,7 +200,7 @@ def split_and_snapshot(place: Place) -> dict[str, Any]:
 
 
 def needed_bytes(place: Place, length: int, size: int) -> int:
-    """What the allocator is predicted to hold in a step of ``size`` examples."""
+    """What the allocator is predicted to need for a step of ``size`` examples."""
     from train.memory.devices import find_device, this_device
     from train.memory.plan import Predictions, predicted
     from train.memory.predict import Predictor
@@ -210,7 +210,7 @@ def needed_bytes(place: Place, length: int, size: int) -> int:
     device = this_device() if place.on_card else find_device("cpu")
     question = Question(config, device, place.model.get("vocab_size", BYTE_VOCABULARY))
     with Predictor() as predictor:
-        return predicted(question, Predictions(predictor)).prediction.reserved_bytes
+        return predicted(question, Predictions(predictor)).prediction.least_reserved_bytes
 
 
 def snapshot_events(folder: Path) -> int:

@@ -81,8 +81,14 @@ def committed_lengths(device: Device, folder: Path = harness.RESULTS) -> dict[tu
 
 
 def rungs_of(model: str, with_qlora: bool = False) -> list[Rung]:
-    """The ladder of ``model``; for 8B the optimizer moves to the host first, because nothing fits without it."""
-    steps = [OPTIMIZER, *TECHNIQUES] if model == "8b" else [*TECHNIQUES, OPTIMIZER]
+    """The ladder of ``model``; for 8B the optimizer moves to the host first, because nothing fits without it, and what
+    else takes host memory comes later.
+    """
+    if model == "8b":
+        loss, checkpointing, on_host, tiles = TECHNIQUES
+        steps = [OPTIMIZER, loss, checkpointing, tiles, on_host]
+    else:
+        steps = [*TECHNIQUES, OPTIMIZER]
     steps += [IN_BACKWARD, QLORA] if with_qlora else [IN_BACKWARD]
     settings, rungs = dict(NOTHING), [Rung(model, "nothing", dict(NOTHING))]
     for name, added in steps:
@@ -111,11 +117,17 @@ def outcome_at(rung: Rung, device: Device, length: int, predictions: Predictions
     return predicted(question_of(rung, device, length), predictions)
 
 
+def multiple(length: float) -> int:
+    """``length`` rounded down to a multiple of 1,024, or of 64 where that would be more than 1 %."""
+    unit = 1024 if length >= 100 * 1024 else 64
+    return int(length) // unit * unit
+
+
 def lengths_to_try() -> list[int]:
-    """Multiples of 1,024, each about 1 % more than the one before it."""
+    """Each about 1 % more than the one before it, at least 64 tokens."""
     lengths = [1024]
     while lengths[-1] < LONGEST:
-        lengths.append(max(lengths[-1] + 1024, int(lengths[-1] * 1.01) // 1024 * 1024))
+        lengths.append(max(lengths[-1] + 64, multiple(lengths[-1] * 1.01)))
     return lengths
 
 
@@ -126,14 +138,10 @@ def predicted_longest(
 
     Args:
         near: where the search begins.
-        on_full_card: all of the card may be taken, and the allocator gives back what lies unused.
+        on_full_card: all of the card may be taken, without a margin.
     """
-
-    def needs(length: int) -> int:
-        outcome = outcome_at(rung, device, length, predictions)
-        unused = outcome.prediction.reserved_bytes - outcome.prediction.least_reserved_bytes
-        return outcome.needed_bytes - unused * on_full_card
 
     room = device.total_bytes if on_full_card else question_of(rung, device, 1024).room_bytes
     lengths = lengths_to_try()
-    return largest_fitting(lengths, needs, room, min(lengths, key=lambda length: abs(length - near))) or 0
+    nearest = min(lengths, key=lambda length: abs(length - near))
+    return largest_fitting(lengths, lambda n: outcome_at(rung, device, n, predictions).needed_bytes, room, nearest) or 0

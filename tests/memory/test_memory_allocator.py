@@ -13,14 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.memory import use_expandable_segments, uses_expandable_segments
-from train.memory.allocator import CachingAllocator, replay
+from train.memory.allocator import CachingAllocator, least_reserved_bytes, replay
 from train.memory.fakes import FakeTracker
 from train.memory.kernels import Costs
 
 KIB, MIB = 2**10, 2**20
 
 
-def allocated(*sizes: int, **settings: bool) -> CachingAllocator:
+def allocated(*sizes: int, **settings: Any) -> CachingAllocator:
     """Requests 0, 1, 2 … of these sizes."""
     return replay(enumerate(sizes), **settings)
 
@@ -32,9 +32,12 @@ class Block(NamedTuple):
 
 
 def blocks(allocator: CachingAllocator) -> list[Block]:
-    """All blocks of reserved memory by address, as ``torch.cuda.memory_snapshot`` would list them."""
-    unused = [Block(address, size, False) for pool in allocator._pools.values() for size, address in pool.free]
-    return sorted([*(Block(address, size, True) for _, address, size in allocator._live.values()), *unused])
+    """All blocks of reserved memory by address, as ``torch.cuda.memory_snapshot`` would list them, small ones last."""
+    pools = allocator._pools.values()
+    found = [(pool, Block(address, size, False)) for pool in pools for size, address in pool.free]
+    found += [(pool, Block(address, size, True)) for pool, address, size in allocator._live.values()]
+    return sorted(block._replace(address=block.address + (pool is allocator._pools[True]) * 2**60)
+                  for pool, block in found)  # fmt: skip
 
 
 def free_sizes(allocator: CachingAllocator) -> list[int]:
@@ -202,25 +205,50 @@ def test_expandable_segments_avoid_the_fragmentation_of_growing_sizes() -> None:
     assert replay(trace, expandable_segments=True).reserved_bytes == 60 * MIB
 
 
-def test_a_full_device_needs_room_only_for_the_pages_that_blocks_lie_on() -> None:
-    # From 0 to 60, 60 to 65 and 65 to 155 MiB, in pages of 20.
-    allocator = allocated(60 * MIB, 5 * MIB, 90 * MIB, expandable_segments=True)
-    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (160 * MIB, 160 * MIB)
-    allocator.free(0)
-    allocator.allocate(3, 70 * MIB)  # from 155 to 225 MiB; pages 0 to 2 could be given back
-    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (240 * MIB, 180 * MIB)
-    allocator.free(1)  # its page holds a part of the next block
-    allocator.allocate(4, 1)
-    assert (allocator.reserved_bytes, allocator.least_reserved_bytes) == (242 * MIB, 182 * MIB)
+# From 0 to 60, 60 to 65 and 65 to 155 MiB, in pages of 20; the first is freed, and 70 MiB fit nowhere but at the end.
+FULL = [(0, 60 * MIB), (1, 5 * MIB), (2, 90 * MIB), (0, -60 * MIB), (3, 70 * MIB)]
 
 
-def bytes_of_pages_in_use(allocator: CachingAllocator) -> int:
-    pages = {
-        (address // pool.page_bytes + number, pool.page_bytes)
-        for pool, address, size in allocator._live.values()
-        for number in range((address % pool.page_bytes + size - 1) // pool.page_bytes + 1)
-    }
-    return sum(page_bytes for _, page_bytes in pages)
+def test_a_full_device_gets_back_the_pages_without_a_live_block() -> None:
+    assert replay(FULL, expandable_segments=True).reserved_bytes == 240 * MIB
+    allocator = replay(FULL, expandable_segments=True, limit_bytes=180 * MIB)  # pages 0 to 2 went, 8 to 11 came
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (165 * MIB, 180 * MIB)
+    with pytest.raises(MemoryError):
+        replay(FULL, expandable_segments=True, limit_bytes=180 * MIB - 1)
+    assert least_reserved_bytes(FULL, True, 165 * MIB, 240 * MIB) - 180 * MIB in range(20 * MIB)
+
+
+def test_pages_that_were_given_back_are_filled_again_the_lowest_first() -> None:
+    allocator = replay(FULL, expandable_segments=True, limit_bytes=180 * MIB)
+    allocator.limit_bytes = 240 * MIB
+    allocator.allocate(4, 30 * MIB)  # in pages 0 and 1
+    assert (blocks(allocator)[0], allocator.reserved_bytes) == (Block(0, 30 * MIB, True), 220 * MIB)
+    allocator.allocate(5, 29 * MIB)  # the rest of page 1, and page 2
+    assert (blocks(allocator)[1], allocator.reserved_bytes) == (Block(30 * MIB, 29 * MIB, True), 240 * MIB)
+    with pytest.raises(MemoryError):
+        allocator.allocate(6, 21 * MIB)
+    check(allocator)
+
+
+def test_a_block_next_to_a_hole_is_left_for_larger_requests() -> None:
+    # Free: 15 MiB of page 0, the least that fits, before a hole; and 17 MiB of page 6.
+    trace = [(0, 5 * MIB), (1, 95 * MIB), (2, 22 * MIB), (3, 17 * MIB), (4, 21 * MIB), (1, -95 * MIB), (3, -17 * MIB)]
+    allocator = replay(trace, expandable_segments=True, limit_bytes=180 * MIB)
+    allocator.allocate(5, 100 * MIB)  # only now pages are given back: 1 to 4
+    assert allocator.reserved_bytes == 180 * MIB
+    allocator.free(5)
+    allocator.allocate(6, 14 * MIB)
+    assert Block(122 * MIB, 14 * MIB, True) in blocks(allocator)
+
+
+def test_a_full_device_gets_back_segments_that_are_wholly_free() -> None:
+    trace = [(0, 30 * MIB), (1, 14 * MIB), (0, -30 * MIB), (2, 40 * MIB)]
+    assert replay(trace).reserved_bytes == 84 * MIB
+    assert replay(trace, limit_bytes=54 * MIB).reserved_bytes == 54 * MIB
+    split = [(0, 6 * MIB), (1, 6 * MIB), (0, -6 * MIB), (2, 40 * MIB)]  # 14 MiB of a segment of 20 are free
+    assert replay(split, limit_bytes=60 * MIB).reserved_bytes == 60 * MIB
+    with pytest.raises(MemoryError):
+        replay(split, limit_bytes=59 * MIB)
 
 
 def random_trace(events: int, seed: int, largest_log2: float = 27.0) -> list[tuple[int, int]]:
@@ -250,21 +278,22 @@ def check(allocator: CachingAllocator) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("expandable_segments", [False, True])
 def test_random_traces_keep_the_books(seed: int, expandable_segments: bool) -> None:
-    allocator, least = CachingAllocator(expandable_segments), 0
+    trace = random_trace(3000, seed)
+    reserved = replay(trace, expandable_segments).reserved_bytes
+    least = least_reserved_bytes(trace, expandable_segments, 0, reserved)
+    allocator = CachingAllocator(expandable_segments, limit_bytes=least)
     live: dict[int, int] = {}
-    for number, (key, change) in enumerate(random_trace(3000, seed)):
+    for number, (key, change) in enumerate(trace):
         if change < 0:
             allocator.free(key)
             del live[key]
         else:
             allocator.allocate(key, change)
             live[key] = change
-        assert sum(live.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
+        assert sum(live.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes <= least
         if number % 100 == 0:
             check(allocator)
-            least = max(least, bytes_of_pages_in_use(allocator))
-    if expandable_segments:
-        assert least <= allocator.least_reserved_bytes <= allocator.reserved_bytes
+    assert 0.5 * reserved < least < (0.99 * reserved if expandable_segments else reserved + 1)
 
     for key in live:
         allocator.free(key)

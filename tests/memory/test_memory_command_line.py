@@ -249,7 +249,7 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(capsys.readouterr().out)
     asked, best = values["asked"], values["best"]
     assert asked["fits"] and asked["setting"]["gradient_checkpointing"] == "full"
-    assert asked["needed_bytes"] == asked["prediction"]["reserved_bytes"] + asked["context_bytes"]
+    assert asked["needed_bytes"] == asked["prediction"]["least_reserved_bytes"] + asked["context_bytes"]
     assert best["setting"]["gradient_checkpointing"] == "none" and best["setting"]["mixed_precision"] == "bf16"
     assert best["setting"]["micro_batch_size"] == 1
     # 2 layers of 64 wide and 300 tokens twice: Adam keeps two numbers for each

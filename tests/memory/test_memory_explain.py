@@ -357,27 +357,6 @@ def test_what_changes_the_result_is_said() -> None:
     assert list(lines)[-1] == "--max_length"
 
 
-@pytest.mark.parametrize(
-    ("requested", "shape", "vocab_size", "name"),
-    [
-        (4 * 16384 * 151936 * 4, (4, 16384), 151936, "all logits in fp32: 4 × 16,384 × 151,936 × 4 bytes"),
-        (4 * 16384 * 151936 * 2, (4, 16384), 151936, "all logits in 16-bit"),
-        (2 * 32768 * 32768 * 2, (2, 32768), None, "an attention mask in 16-bit: 2 × 32,768 × 32,768 × 2 bytes"),
-    ],
-)
-def test_the_size_asked_for_gets_its_name(
-    requested: int, shape: tuple[int, int], vocab_size: int | None, name: str
-) -> None:
-    message = (
-        f"CUDA out of memory. Tried to allocate {requested / GIB:.2f} GiB. GPU 0 has a total capacity of 24.00 GiB"
-    )
-    here = Situation("backward", shape, {}, None, vocab_size)
-    assert name in why(post_mortem(message, here))
-    other = replace(here, micro_batch_shape=(shape[0], shape[1] + 999))
-    assert "It has the size" not in post_mortem(message, other)
-    assert "It has the size" not in explain(message)
-
-
 KINDS = {
     "parameters": 1 * GIB,
     "gradients": 1 * GIB,
@@ -392,7 +371,7 @@ CHANGES = [
     ("--gradient_checkpointing selective", 1 * GIB, "same result, slower"),
     ("--max_length 8192", 8 * GIB, "changes the result"),
 ]
-SITUATION = Situation("backward", (4, 16384), KINDS, 20 * GIB, 40000, CHANGES)
+SITUATION = Situation("backward", (4, 16384), KINDS, 20 * GIB, CHANGES)
 
 
 def test_post_mortem_says_where_what_and_what_to_type() -> None:
@@ -405,7 +384,6 @@ def test_post_mortem_says_where_what_and_what_to_type() -> None:
     assert lines[0] == "Out of memory in backward, micro-batch of 4 × 16,384 (examples × tokens)."
     assert lines[2] == "10.00 GiB 50.0% logits and loss"
     assert lines[3] == "5.00 GiB 25.0% activations"
-    assert "all logits in fp32" in " ".join(lines)
     # PyTorch can have the 10 GiB that it holds and the 5 GiB that are free.
     assert "peak 20.00 GiB, room 15.00 GiB" in lines[-4]
     assert lines[-3:] == [
@@ -458,11 +436,11 @@ def test_a_model_that_fills_the_card_by_itself_is_not_told_to_change_its_loss() 
     )
     kinds = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "activations": 5 * GIB}
     changes = [*CHANGES, ("--optimizer_offload True", 12 * GIB, "same result, slower")]
-    text = post_mortem(card, Situation("loading", None, kinds, 29 * GIB, 40000, changes))
+    text = post_mortem(card, Situation("loading", None, kinds, 29 * GIB, changes))
     assert "fill the card before any example is there" in " ".join(text.split())
     assert "First: --dtype bfloat16" in text and "--optimizer_offload True" in text
     assert "--loss" not in text and "--micro_batch_size" not in text
-    measured = post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, None, CHANGES))
+    measured = post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, CHANGES))
     assert "First: " not in measured and "What fills it as measured, 1.00 GiB in all" in measured
     for function in ("convert", "_init_group"):
         trace = f'  File "torch/nn/modules/module.py", line 1369, in {function}\n    return t.to(\n{card}'

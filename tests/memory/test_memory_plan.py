@@ -88,12 +88,12 @@ class Synthetic(Predictor):
             },
             peak_bytes_by_phase={"backward": size},
             reserved_bytes=size,
+            least_reserved_bytes=size,
             num_parameters=10**8,
             num_trained_parameters=10**8,
             attention_kernels=("flash",),
             flops=1.0,
             seconds=seconds,
-            prediction_seconds=0.0,
             offloaded_bytes=int(offloaded),
         )
 
@@ -140,7 +140,7 @@ def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -
                 tried += 1
                 job = asked.job(bf16_setting(size, "none", loss, sharding).recomputing(way))
                 prediction = predictor.predict(job)
-                if prediction.reserved_bytes + asked.nccl_bytes <= asked.room_bytes:
+                if prediction.least_reserved_bytes + asked.nccl_bytes <= asked.room_bytes:
                     found.append(prediction.seconds / (size * job.length))
     return min(found), tried
 

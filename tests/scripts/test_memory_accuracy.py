@@ -64,8 +64,8 @@ class Planner:
         if needed < 0:
             raise UserError("this model or setting cannot be predicted")
         prediction: Any = SimpleNamespace(
-            peak_bytes=needed, reserved_bytes=needed, phase="forward", attention_kernels=(), prediction_seconds=1.0,
-            seconds=1.0,
+            peak_bytes=needed, reserved_bytes=needed, least_reserved_bytes=needed, phase="forward",
+            attention_kernels=(), seconds=1.0,
         )  # fmt: skip
         return prediction
 

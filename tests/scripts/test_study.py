@@ -137,7 +137,7 @@ class LinearPredictor:
     def predict(self, job: Job) -> Prediction:
         size = job.micro_batch_size * job.length * 2**20
         size //= 2 if job.values["gradient_checkpointing"] == "full" else 1
-        return Prediction(size, "backward", "", {}, {}, size, 1000, 1000, (), 0.0, 0.0, 0.0)
+        return Prediction(size, "backward", "", {}, {}, size, size, 1000, 1000, (), 0.0, 0.0)
 
 
 @pytest.fixture

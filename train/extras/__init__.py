@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
 
 from train.launch import Launch
 from train.records import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import torch
     from accelerate import Accelerator
@@ -42,15 +43,7 @@ NAMES = "checks hardware readers new_models long_sequences adapters activations 
 NAMES += "meter gradients memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
-MEANT = """micro_batch_size: batch_size per_device_train_batch_size; micro_batch_size auto: auto_find_batch_size;
-model: model_name_or_path; learning_rate: lr; mixed_precision fp16: fp16; mixed_precision bf16: bf16; max_steps:
-max_train_steps; resume: resume_from_checkpoint; resume never: overwrite_output_dir; adapter lora: use_lora use_peft;
-adapter qlora: load_in_4bit; loss liger: use_liger_kernel; dataset: train_file; validation_dataset: validation_file;
-text_column: dataset_text_field; save_every_steps: checkpointing_steps save_strategy; log_every_steps:
-logging_strategy; eval_every_steps: eval_strategy evaluation_strategy; max_length: block_size seq_len sequence_length
-cutoff_len"""
-FAMILIAR = {t: ours.strip() for ours, theirs in (m.split(":") for m in MEANT.split(";")) for t in theirs.split()}
-"""Flags of other programs that are spelt too differently to be guessed."""
+FAMILIAR_FLAGS = Path(__file__).with_name("familiar_flags.yaml")
 
 
 class Extra:
@@ -277,7 +270,7 @@ def missing() -> list[str]:
 
 def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
-    ours = FAMILIAR.get(name, "")
+    ours = yaml.safe_load(FAMILIAR_FLAGS.read_text(encoding="utf-8")).get(name, "")
     close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, 1, 0.62)
     more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
     text = f"Did you mean {prefix}{close[0]}?" if close else more

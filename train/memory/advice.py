@@ -47,7 +47,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
     prediction, device = outcome.prediction, question.device
     needed = "reserved memory plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
     on_card = [
-        ("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"),
+        ("reserved", prediction.least_reserved_bytes, "what the caching allocator has to hold for that"),
         ("CUDA context", device.context_bytes, "driver and kernels"),
         ("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"),
         ("needed", outcome.needed_bytes, needed),

@@ -1,14 +1,15 @@
 """What a trace of allocations makes PyTorch reserve: a model of its CUDA caching allocator.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13) with default settings: memory is taken from
-the device in *segments*, cut into *blocks*, and kept when blocks are freed. Left out: streams (a freed block is free at
-once) and CUDA graphs. Of equal blocks the lower is taken; that later segments lie higher, the driver does not promise.
+the device in *segments*, cut into *blocks*, and kept when blocks are freed, until the device is full: then it gets back
+what no live block needs. Left out: streams (a freed block is free at once) and CUDA graphs. Of equal blocks the lower
+is taken; that later segments lie higher, the driver does not promise.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
@@ -23,102 +24,174 @@ OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger re
 class _Pool:
     """The free blocks for small requests, or those for large ones."""
 
-    def __init__(self, page_bytes: int, end: int) -> None:
+    def __init__(self, page_bytes: int, is_expandable: bool) -> None:
         self.page_bytes = page_bytes  # of a segment for several requests; an expandable one grows by as much
-        self.end = end  # the address at which the next segment begins, or the only one ends
+        self.holes = {0: 1 << 56} if is_expandable else {}  # ends of parts without memory by address
+        self.segments: dict[int, int] = {}  # sizes by address, of segments that do not grow
         self.free: list[tuple[int, int]] = []  # (size, address), ascending
-        self._size_at: dict[int, int] = {}  # of these blocks by address
+        self.size_at: dict[int, int] = {}  # of these blocks by address
         self.size_before: dict[int, int] = {}  # of these blocks by the address at which they end
-        self._blocks_on: Counter[int] = Counter()  # live blocks that begin or end on a page
 
     def add(self, address: int, size: int) -> None:
-        """Adds a free block, merged with its free neighbours."""
-        before, after = self.size_before.get(address, 0), self._size_at.get(address + size, 0)
-        if before:
-            self.remove(address - before, before)
-        if after:
-            self.remove(address + size, after)
-        address, size = address - before, before + size + after
-        insort(self.free, (size, address))
-        self._size_at[address] = self.size_before[address + size] = size
+        """Adds a free block, if it is not empty, merged with its free neighbours."""
+        if size:
+            before, after = self.size_before.get(address, 0), self.size_at.get(address + size, 0)
+            if before:
+                self.remove(address - before, before)
+            if after:
+                self.remove(address + size, after)
+            address, size = address - before, before + size + after
+            insort(self.free, (size, address))
+            self.size_at[address] = self.size_before[address + size] = size
 
     def remove(self, address: int, size: int) -> None:
         del self.free[bisect_left(self.free, (size, address))]
-        del self._size_at[address], self.size_before[address + size]
+        del self.size_at[address], self.size_before[address + size]
 
-    def take(self, size: int) -> tuple[int, int]:
-        """Removes the smallest free block that is large enough, the lowest of several: (address, size)."""
+    def take(self, size: int) -> tuple[int, int] | None:
+        """Removes the smallest free block that is large enough, the lowest of several: (address, size), or None."""
         index = bisect_left(self.free, (size,))
-        if sum(self.free[index]) == self.end and index + 1 < len(self.free):
-            index += 1  # the block that can still grow is left for larger requests if another will do
-        found, address = self.free.pop(index)
-        del self._size_at[address], self.size_before[address + found]
+        if index == len(self.free):
+            return None
+        while index + 1 < len(self.free) and self._grown(index + 1) < self._grown(index):
+            index += 1  # a block that can still grow is left for larger requests if another will do
+        found, address = self.free[index]
+        self.remove(address, found)
         return address, found
 
-    def pages_changed(self, address: int, size: int, change: int) -> int:
-        """How many more pages have a live block once one has come (``change`` 1) or gone (−1)."""
-        first, last = address // self.page_bytes, (address + size - 1) // self.page_bytes
-        pages = max(0, last - first - 1)  # those between its first and its last are its own
-        for page in {first, last}:
-            self._blocks_on[page] += change
-            pages += self._blocks_on[page] == (change > 0)
-        return change * pages
+    def _grown(self, index: int) -> int:
+        size, address = self.free[index]
+        return self.holes.get(address + size, address + size) - address
+
+    def first_room(self, size: int) -> int:
+        """The lowest address from which on holes and free blocks have room for ``size`` bytes, at least one hole."""
+        for hole in sorted(self.holes):
+            begin = end = hole - self.size_before.get(hole, 0)
+            while end - begin < size and (more := self.size_at.get(end) or self.holes.get(end, end) - end):
+                end += more
+            if end - begin >= size:
+                return begin
+        raise AssertionError("the last hole has room for everything")
+
+    def give_back(self) -> int:
+        """Bytes of whole free segments, or of pages without a live block, which are this pool's no longer."""
+        given = 0
+        for size, address in list(self.free):
+            first, end = rounded_up(address, self.page_bytes), (address + size) // self.page_bytes * self.page_bytes
+            if not self.holes and self.segments.get(address) == size:
+                first, end = address, address + size
+            elif not self.holes or end <= first:
+                continue
+            given += end - first
+            self.remove(address, size)
+            self.add(address, first - address)
+            self.add(end, address + size - end)
+            if self.holes:
+                joined = next((start for start, stop in self.holes.items() if stop == first), first)
+                self.holes[joined] = self.holes.pop(end, end)
+        return given
 
 
 class CachingAllocator:
-    """The state of the allocator of one device of unlimited size; bytes allocated and reserved as ``torch.cuda`` says.
+    """The state of the allocator of one device; bytes allocated and reserved as ``torch.cuda`` says.
 
-    With ``expandable_segments`` each pool has one segment that grows by pages. A full device gets back those without a
-    live block, so ``least_reserved_bytes`` suffice. Addresses are unlimited here; PyTorch has 9/8 of the device.
+    With ``expandable_segments`` each pool has one segment that grows by pages. Addresses are unlimited here; PyTorch
+    has 9/8 of the device.
+
+    Args:
+        limit_bytes: what may be reserved.
     """
 
-    def __init__(self, expandable_segments: bool = False) -> None:
-        self.expandable_segments = expandable_segments
-        self.allocated_bytes = self.reserved_bytes = self.least_reserved_bytes = self._paged_bytes = 0
-        # The pools begin so far apart that their addresses never meet, and with a whole page.
-        self._pools = {True: _Pool(SMALL_SEGMENT_BYTES, end=0), False: _Pool(LARGE_SEGMENT_BYTES, end=20 << 56)}
+    def __init__(self, expandable_segments: bool = False, limit_bytes: float = math.inf) -> None:
+        self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
+        self.allocated_bytes = self.reserved_bytes = 0
+        sizes = {True: SMALL_SEGMENT_BYTES, False: LARGE_SEGMENT_BYTES}
+        self._pools = {is_small: _Pool(size, expandable_segments) for is_small, size in sizes.items()}
         self._live: dict[int, tuple[_Pool, int, int]] = {}  # pool, address and size
+        self._end = 0  # the address at which the next segment begins, if they do not grow
 
     def allocate(self, key: int, size_bytes: int) -> None:
-        """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device."""
+        """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device.
+
+        Raises:
+            MemoryError: the device is full, also once it has got back what lies unused.
+        """
         if size_bytes == 0:
             return
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         pool = self._pools[small := size <= SMALL_REQUEST_BYTES]
-        if not pool.free or pool.free[-1][0] < size:  # the last is the largest: more is taken from the device
-            if self.expandable_segments:  # more pages for the only segment
-                taken, gap = rounded_up(size - pool.size_before.get(pool.end, 0), pool.page_bytes), 0
-            else:
-                taken = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
-                gap = 1  # with it blocks of two segments are never neighbours
-            pool.add(pool.end, taken)
-            pool.end += taken + gap
-            self.reserved_bytes += taken
-        address, found = pool.take(size)
+        try:
+            block = pool.take(size) or self._from_device(pool, size)
+        except MemoryError:
+            self.reserved_bytes -= sum(each.give_back() for each in self._pools.values())
+            block = self._from_device(pool, size)
+        address, found = block
         left_over = found - size
         if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
             pool.add(address + size, left_over)
             found = size
         self._live[key] = pool, address, found
         self.allocated_bytes += found
-        self._paged_bytes += pool.pages_changed(address, found, 1) * pool.page_bytes
-        self.least_reserved_bytes = max(self.least_reserved_bytes, self._paged_bytes)
+
+    def _from_device(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """A block (address, size) that was not there yet, or not all of it; MemoryError if the device is full."""
+        if not self.expandable_segments:
+            found = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+            self._reserve(found)
+            address = self._end
+            pool.segments[address], self._end = found, address + found + 1  # blocks of two segments do not touch
+            return address, found
+        address = pool.first_room(size)
+        while (found := pool.size_at.get(address, 0)) < size:  # the free block there grows into the hole behind it
+            hole, end = address + found, pool.holes[address + found]
+            pages = min(end - hole, rounded_up(size - found, pool.page_bytes))
+            self._reserve(pages)
+            del pool.holes[hole]
+            if hole + pages < end:
+                pool.holes[hole + pages] = end
+            pool.add(hole, pages)
+        pool.remove(address, found)
+        return address, found
+
+    def _reserve(self, size: int) -> None:
+        if self.reserved_bytes + size > self.limit_bytes:
+            raise MemoryError
+        self.reserved_bytes += size
 
     def free(self, key: int) -> None:
         """Returns the block of ``key`` to its pool; unknown keys are ignored."""
         if key in self._live:
             pool, address, size = self._live.pop(key)
             self.allocated_bytes -= size
-            self._paged_bytes += pool.pages_changed(address, size, -1) * pool.page_bytes
             pool.add(address, size)
 
 
-def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:
-    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back."""
-    allocator = CachingAllocator(expandable_segments)
+def replay(
+    trace: Iterable[tuple[int, int]], expandable_segments: bool = False, limit_bytes: float = math.inf
+) -> CachingAllocator:
+    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back.
+
+    Raises:
+        MemoryError: ``limit_bytes`` are too few.
+    """
+    allocator = CachingAllocator(expandable_segments, limit_bytes)
     for key, change_bytes in trace:
         if change_bytes < 0:
             allocator.free(key)
         else:
             allocator.allocate(key, change_bytes)
     return allocator
+
+
+def least_reserved_bytes(
+    trace: Iterable[tuple[int, int]], expandable_segments: bool, too_few_bytes: int, enough_bytes: int
+) -> int:
+    """With how little of a device a trace gets by, to a page, between two sizes of which that much is known."""
+    while enough_bytes - too_few_bytes > LARGE_SEGMENT_BYTES:
+        tried = (too_few_bytes + enough_bytes) // 2
+        try:
+            replay(trace, expandable_segments, tried)
+            enough_bytes = tried
+        except MemoryError:
+            too_few_bytes = tried
+    return enough_bytes

@@ -23,7 +23,6 @@ class Situation:
     micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
     bytes_by_kind: dict[str, int]  # at the predicted peak
     predicted_peak_bytes: int | None
-    vocab_size: int | None = None
     changes: Sequence[tuple[str, int, str]] = ()  # (what to type, bytes that it saves, what it does), cheapest first
 
 
@@ -133,27 +132,13 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-def _account(oom: OutOfMemory, weights_fill: bool, recognised: str = "") -> tuple[str, list[str]]:
+def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
     """The cause of ``oom``, and lines that say what it means."""
     cause, why = _diagnosis(oom, weights_fill)
     device = "The device's memory" if oom.device_index is None else f"Memory of GPU {oom.device_index}"
     where = "Main memory (RAM)" if oom.on_host else device
     more = f": {gib(oom.requested_bytes)} more did not fit" if oom.requested_bytes else ""
-    return cause, [f"{where} was full{more}.", *_figures(oom), *_wrapped("Why: ", why + recognised)]
-
-
-def _recognised(requested: int, situation: Situation) -> str:
-    """What has the size ``requested`` in the step at work, or nothing."""
-    examples, tokens = situation.micro_batch_shape or (0, 0)
-    # Two decimals in the message, and the allocator asks the driver for multiples of 2 MiB.
-    tolerance = 2**21 + (0.005 * 2**30 if requested >= 2**30 else 0)
-    for name, last in (("all logits", situation.vocab_size or 0), ("an attention mask", tokens)):
-        for width, type_name in ((4, "fp32"), (2, "16-bit")):
-            size = examples * tokens * last * width
-            if size >= 4 * tolerance and abs(requested - size) <= tolerance:
-                product = f"{examples:,} × {tokens:,} × {last:,} × {width} bytes"
-                return f" It has the size of {name} in {type_name}: {product}."
-    return ""
+    return cause, [f"{where} was full{more}.", *_figures(oom), *_wrapped("Why: ", why)]
 
 
 def explain(message: str) -> str:
@@ -189,7 +174,7 @@ def post_mortem(message: str, situation: Situation) -> str:
     if oom is not None:
         held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
         weights_fill = held >= oom.available_bytes > 0
-        cause, account = _account(oom, weights_fill, _recognised(oom.requested_bytes, situation))
+        cause, account = _account(oom, weights_fill)
         lines += account
         if cause == "weights":
             situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith("--optimizer")])

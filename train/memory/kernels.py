@@ -276,37 +276,20 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
 
 @contextmanager
 def library_losses(capability: tuple[int, int], costs: Costs) -> Iterator[None]:
-    """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
+    """Inside it, ``liger`` needs the memory and time that it needs on a card of this capability, and ``cce`` as much.
+
+    Without the logits that ``liger`` holds of some tokens ``cce`` takes up to 1 % less of a step's memory.
+    """
+
+    def cce(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        _count_products(costs, hidden, weight, 1)  # it computes the logits twice
+        return _Liger.apply(hidden, weight, bias, capability, costs)  # pyright: ignore[reportReturnType]
+
     with (
-        patched(fused, "cut_cross_entropy", lambda *tensors: _CutCrossEntropy.apply(*tensors, costs)),
+        patched(fused, "cut_cross_entropy", cce),
         patched(fused, "liger_cross_entropy", lambda *t, objective: _Liger.apply(*t[:3], capability, costs)),
     ):
         yield
-
-
-class _CutCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, costs: Costs) -> Tensor:
-        ctx.costs = costs
-        log_z, mean_logits = (torch.empty(n, device=hidden.device) for n in (len(hidden), len(weight)))
-        ctx.save_for_backward(hidden, weight, bias, labels, log_z, mean_logits)
-        _count_products(costs, hidden, weight, 1)
-        return torch.empty_like(log_z)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        hidden, weight, bias, _, _, mean_logits = ctx.saved_tensors
-        order = torch.argsort(mean_logits).to(torch.int32)
-        sums = [
-            torch.zeros_like(t, dtype=torch.float32) if needed else None
-            for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        ]
-        _count_products(ctx.costs, hidden, weight, 1 + sum(s is not None for s in sums[:2]))
-        del order
-        for place in (2, 1, 0):  # each is rounded while those after it are still there
-            sums[place] = None if (total := sums[place]) is None else total.to(hidden.dtype)
-        return *sums, None, None
 
 
 class _Liger(torch.autograd.Function):

@@ -54,7 +54,7 @@ class Outcome:
     setting: Setting
     job: Job
     prediction: Prediction
-    needed_bytes: int  # of the device: what the allocator reserves, the CUDA context and NCCL's buffers
+    needed_bytes: int  # of the device: what the allocator has to reserve, the CUDA context and NCCL's buffers
     fits: bool
     host_bytes: int = 0  # see :func:`host_bytes`
     link_seconds: float = 0.0  # of a micro-batch, estimated: copies between host and device that no computation hides
@@ -69,7 +69,7 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     prediction = predictions.of(job := question.job(setting), setting.techniques)
-    needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
+    needed = prediction.least_reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds
     link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)

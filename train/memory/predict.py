@@ -81,16 +81,15 @@ class Prediction:
     operator: str
     bytes_by_kind: dict[str, int]  # at the peak
     peak_bytes_by_phase: dict[str, int]
-    reserved_bytes: int  # what the caching allocator holds for that; on a CPU, the peak itself
+    reserved_bytes: int  # what the caching allocator holds for that if it may; on a CPU, the peak itself
+    least_reserved_bytes: int  # what it has to hold: it gives a full device back what lies unused
     num_parameters: int
     num_trained_parameters: int
     attention_kernels: tuple[str, ...]
     flops: float  # of one forward and backward
     seconds: float  # estimated, of one forward and backward
-    prediction_seconds: float
     notes: tuple[str, ...] = ()
     offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers
-    least_reserved_bytes: int = 0  # of a full device, on which the allocator gives back whatever lies unused
 
 
 class CannotStandInError(UserError):

@@ -171,11 +171,6 @@ class Question:
         return self.device.kind != "cuda"
 
     @property
-    def target(self) -> Target:
-        """The device as a prediction needs it."""
-        return target_of(self.device)
-
-    @property
     def total_bytes(self) -> float:
         """Of the device, or the configuration's own budget."""
         own = self.device.total_bytes // (self.world_size if self.device.kind == "cpu" else 1)  # which ranks share
@@ -243,7 +238,8 @@ class Question:
         from train.extras.losses.fused import Place, best_kernel
 
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
-        place = Place(self.target.device_type, dtype, self.target.capability)
+        target = target_of(self.device)
+        place = Place(target.device_type, dtype, target.capability)
         return best_kernel(place, objective=objective_of(self.config))
 
     @property
@@ -270,7 +266,7 @@ class Question:
 
     def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
-        asked, has_bf16 = self.config.optimization.mixed_precision, self.target.capability >= (8, 0)
+        asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
@@ -283,7 +279,7 @@ class Question:
         """The step with ``setting``; raises UsageError if the optimizer asked for does not work with it."""
         config = self.config.changed(**self.changes(setting))
         extras.check(config, self._launch(setting.sharding))
-        job = job_of(config, self.target, self.vocab_size, self.num_labels, self.world_size)
+        job = job_of(config, target_of(self.device), self.vocab_size, self.num_labels, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:

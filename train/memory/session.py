@@ -105,7 +105,7 @@ class MemorySession:
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
                 raise UserError(f"{name}: auto: what is offloaded would take {where}.")
-            return found.reserved_bytes
+            return found.least_reserved_bytes
 
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available. MPS shares with the host.
@@ -175,7 +175,6 @@ class MemorySession:
             micro_batch_shape=shape,
             bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
-            vocab_size=getattr(meter, "num_classes", len(self._data.tokenizer)),  # a model may have more entries
             changes=changes,
         )
         text = post_mortem(words, situation)

@@ -5,7 +5,6 @@ These are built as a run builds them: on fake tensors to predict, on real ones t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from train.extras.hardware import init_gloo, resolve_precision
 from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
 from train.launch import Launch, accelerator_options, shard_by_layer
 from train.memory import fake_cuda, ranks, uses_expandable_segments
-from train.memory.allocator import replay
+from train.memory.allocator import least_reserved_bytes, replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Prediction, Target, random_batch
@@ -44,7 +43,6 @@ def predict(job: Job) -> Prediction:
 
     Raises UserError if the model cannot be built, or this torch cannot be made to plan for CUDA.
     """
-    started = time.perf_counter()
     config, notes = _known(job)
     if job.target.device_type != "cpu":
         fake_cuda.install(job.target.device_type, job.target.capability)
@@ -94,7 +92,6 @@ def predict(job: Job) -> Prediction:
             attention_kernels=tuple(sorted(kernels_used)),
             flops=flops,
             seconds=seconds,
-            prediction_seconds=time.perf_counter() - started,
             notes=tuple(notes),
             offloaded_bytes=tracker.offloaded_bytes,
         )
@@ -102,10 +99,11 @@ def predict(job: Job) -> Prediction:
 
 def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
     """What the caching allocator comes to hold, and with how much it would do on a full card."""
+    peak = tracker.peak.num_bytes
     if tracker.device_type != "cuda":
-        return tracker.peak.num_bytes, tracker.peak.num_bytes
-    allocator = replay(tracker.trace, grows := uses_expandable_segments())
-    return allocator.reserved_bytes, allocator.least_reserved_bytes if grows else allocator.reserved_bytes
+        return peak, peak
+    reserved = replay(tracker.trace, grows := uses_expandable_segments()).reserved_bytes
+    return reserved, least_reserved_bytes(tracker.trace, grows, peak - 1, reserved)
 
 
 def _known(job: Job) -> tuple[Config, list[str]]:

@@ -156,7 +156,10 @@ def predicted(
                     outcome = outcome_of(question, predictions)
                 except UserError as error:  # not kept: tried again next time
                     return {"reason": str(error)}
-                value = {"reserved_bytes": outcome.prediction.reserved_bytes, "seconds": outcome.seconds_per_token}
+                value = {
+                    "reserved_bytes": outcome.prediction.least_reserved_bytes,
+                    "seconds": outcome.seconds_per_token,
+                }
                 known[key] = value
                 kept.write(json.dumps({"key": key, "value": value}) + "\n")
                 kept.flush()

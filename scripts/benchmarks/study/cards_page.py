@@ -25,8 +25,8 @@ SHOWN_SIZES = SIZES[:4]
 COLOURS = ("#d9f0a3", "#78c679", "#41b6c4", "#2c7fb8", "#253494", "#081d58")
 TOO_LARGE = "#eeeeee"
 NOTE = (
-    "Colour: the smallest card on which a micro-batch fits; figures: GiB that torch reserves, with the kernels of an "
-    "A100 (for a T4 the step is predicted in fp16 with its own), where a step accumulates several micro-batches: "
+    "Colour: the smallest card on which a micro-batch fits; figures: GiB that torch has to reserve, with the kernels "
+    "of an A100 (for a T4 the step is predicted in fp16 with its own), where a step accumulates several micro-batches: "
     "gradients stay during the next. Predicted, not measured."
 )
 
@@ -193,7 +193,7 @@ def draw(maps: Maps, path: Path) -> None:
     patches = [Patch(color=maps.colours(name)[0], label=title_of(maps.cards[name])) for name in maps.by_size]
     patches.append(Patch(color=TOO_LARGE, label="none of these"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
-    figure.suptitle("Smallest card on which a micro-batch fits, and GiB reserved (predicted)", fontsize=11)
+    figure.suptitle("Smallest card on which a micro-batch fits, and the GiB it takes (predicted)", fontsize=11)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 

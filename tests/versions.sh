@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the quick tests with the oldest or the newest versions that pyproject.toml admits, in an environment of its own:
-# test_versions.sh oldest|newest [pytest arguments]. On Linux torch brings CUDA's packages along, several GB.
+# versions.sh oldest|newest [pytest arguments]. On Linux torch brings CUDA's packages along, several GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case ${1:-} in
     oldest | newest) which=$1 && shift ;;
-    *) echo "usage: test_versions.sh oldest|newest [pytest arguments]" >&2 && exit 2 ;;
+    *) echo "usage: versions.sh oldest|newest [pytest arguments]" >&2 && exit 2 ;;
 esac
 folder=.venv-$which
 [ -d "$folder" ] || "${PYTHON:-python3}" -m venv "$folder"
