@@ -230,15 +230,20 @@ def test_pages_that_were_given_back_are_filled_again_the_lowest_first() -> None:
     check(allocator)
 
 
-def test_a_block_next_to_a_hole_is_left_for_larger_requests() -> None:
-    # Free: 15 MiB of page 0, the least that fits, before a hole; and 17 MiB of page 6.
-    trace = [(0, 5 * MIB), (1, 95 * MIB), (2, 22 * MIB), (3, 17 * MIB), (4, 21 * MIB), (1, -95 * MIB), (3, -17 * MIB)]
-    allocator = replay(trace, expandable_segments=True, limit_bytes=180 * MIB)
-    allocator.allocate(5, 100 * MIB)  # only now pages are given back: 1 to 4
-    assert allocator.reserved_bytes == 180 * MIB
-    allocator.free(5)
-    allocator.allocate(6, 14 * MIB)
-    assert Block(122 * MIB, 14 * MIB, True) in blocks(allocator)
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_block_next_to_a_hole_counts_as_long_as_it_can_grow(first: int) -> None:
+    # From 0 to 5, 5 to 20, 20 to 40, 40 to 60, 60 to 82, 82 to 120 and 120 to 140 MiB.
+    allocator = allocated(*(size * MIB for size in (5, 15, 20, 20, 22, 38, 20)), expandable_segments=True)
+    allocator.limit_bytes = 160 * MIB
+    allocator.free(first)
+    allocator.allocate(7, 30 * MIB)  # its page is given back
+    allocator.limit_bytes = 180 * MIB
+    for key in (1, 5 - first, 5):
+        allocator.free(key)
+    allocator.allocate(8, 60 * MIB)  # and so are the page next to it, and that from 100 to 120 MiB
+    assert free_sizes(allocator) == [15 * MIB, 18 * MIB, 10 * MIB] and allocator.reserved_bytes == 180 * MIB
+    allocator.allocate(9, 14 * MIB)  # 15 MiB would do, but can become 55, the 18 only 38
+    assert Block(82 * MIB, 14 * MIB, True) in blocks(allocator)
 
 
 def test_a_full_device_gets_back_segments_that_are_wholly_free() -> None:
