@@ -45,9 +45,9 @@ def _verdict(question: Question, outcome: Outcome) -> str:
 
 def _parts(question: Question, outcome: Outcome) -> list[str]:
     prediction, device = outcome.prediction, question.device
-    needed = "reserved memory plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
+    needed = "that plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
     on_card = [
-        ("reserved", prediction.least_reserved_bytes, "what the caching allocator has to hold for that"),
+        ("has to reserve", prediction.least_reserved_bytes, "the least with which the caching allocator gets by"),
         ("CUDA context", device.context_bytes, "driver and kernels"),
         ("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"),
         ("needed", outcome.needed_bytes, needed),

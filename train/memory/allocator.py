@@ -1,16 +1,17 @@
 """What a trace of allocations makes PyTorch reserve: a model of its CUDA caching allocator.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13) with default settings: memory is taken from
-the device in *segments*, cut into *blocks*, and kept when blocks are freed, until the device is full: then it gets back
-what no live block needs. Left out: streams (a freed block is free at once) and CUDA graphs. Of equal blocks the lower
-is taken; that later segments lie higher, the driver does not promise.
+the device in *segments*, cut into *blocks*, and kept when blocks are freed; a full device gets back the pages of
+expandable segments on which no live block lies. Left out: streams (a freed block is free at once), CUDA graphs, and
+that a full device also gets back other segments. Of equal blocks the lower is taken; that later segments lie higher,
+the driver does not promise.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
@@ -27,7 +28,6 @@ class _Pool:
     def __init__(self, page_bytes: int, is_expandable: bool) -> None:
         self.page_bytes = page_bytes  # of a segment for several requests; an expandable one grows by as much
         self.holes = {0: 1 << 56} if is_expandable else {}  # ends of parts without memory by address
-        self.segments: dict[int, int] = {}  # sizes by address, of segments that do not grow
         self.free: list[tuple[int, int]] = []  # (size, address), ascending
         self.size_at: dict[int, int] = {}  # of these blocks by address
         self.size_before: dict[int, int] = {}  # of these blocks by the address at which they end
@@ -74,19 +74,15 @@ class _Pool:
         raise AssertionError("the last hole has room for everything")
 
     def give_back(self) -> int:
-        """Bytes of whole free segments, or of pages without a live block, which are this pool's no longer."""
+        """Bytes of the pages without a live block, which become holes."""
         given = 0
         for size, address in list(self.free):
             first, end = rounded_up(address, self.page_bytes), (address + size) // self.page_bytes * self.page_bytes
-            if not self.holes and self.segments.get(address) == size:
-                first, end = address, address + size
-            elif not self.holes or end <= first:
-                continue
-            given += end - first
-            self.remove(address, size)
-            self.add(address, first - address)
-            self.add(end, address + size - end)
-            if self.holes:
+            if first < end:
+                given += end - first
+                self.remove(address, size)
+                self.add(address, first - address)
+                self.add(end, address + size - end)
                 joined = next((start for start, stop in self.holes.items() if stop == first), first)
                 self.holes[joined] = self.holes.pop(end, end)
         return given
@@ -99,7 +95,7 @@ class CachingAllocator:
     has 9/8 of the device.
 
     Args:
-        limit_bytes: what may be reserved.
+        limit_bytes: what may be reserved, by expandable segments.
     """
 
     def __init__(self, expandable_segments: bool = False, limit_bytes: float = math.inf) -> None:
@@ -138,8 +134,7 @@ class CachingAllocator:
         if not self.expandable_segments:
             found = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
             self._reserve(found)
-            address = self._end
-            pool.segments[address], self._end = found, address + found + 1  # blocks of two segments do not touch
+            address, self._end = self._end, self._end + found + 1  # blocks of two segments do not touch
             return address, found
         address = pool.first_room(size)
         while (found := pool.size_at.get(address, 0)) < size:  # the free block there grows into the hole behind it
@@ -183,14 +178,15 @@ def replay(
     return allocator
 
 
-def least_reserved_bytes(
-    trace: Iterable[tuple[int, int]], expandable_segments: bool, too_few_bytes: int, enough_bytes: int
-) -> int:
-    """With how little of a device a trace gets by, to a page, between two sizes of which that much is known."""
+def least_reserved_bytes(trace: Sequence[tuple[int, int]], too_few_bytes: int, enough_bytes: int) -> int:
+    """With how little of a device expandable segments get by, to a page, between two sizes of which as much is known.
+
+    A little more may not suffice, though it nearly always does: blocks then come to lie elsewhere.
+    """
     while enough_bytes - too_few_bytes > LARGE_SEGMENT_BYTES:
         tried = (too_few_bytes + enough_bytes) // 2
         try:
-            replay(trace, expandable_segments, tried)
+            replay(trace, True, tried)
             enough_bytes = tried
         except MemoryError:
             too_few_bytes = tried

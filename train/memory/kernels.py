@@ -276,9 +276,9 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
 
 @contextmanager
 def library_losses(capability: tuple[int, int], costs: Costs) -> Iterator[None]:
-    """Inside it, ``liger`` needs the memory and time that it needs on a card of this capability, and ``cce`` as much.
+    """Inside it, ``liger`` needs the memory and time that it needs on a card of this capability.
 
-    Without the logits that ``liger`` holds of some tokens ``cce`` takes up to 1 % less of a step's memory.
+    ``cce`` is taken to need as much memory; it takes a little less, as it never holds logits of some tokens.
     """
 
     def cce(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:

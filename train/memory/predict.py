@@ -82,7 +82,7 @@ class Prediction:
     bytes_by_kind: dict[str, int]  # at the peak
     peak_bytes_by_phase: dict[str, int]
     reserved_bytes: int  # what the caching allocator holds for that if it may; on a CPU, the peak itself
-    least_reserved_bytes: int  # what it has to hold: it gives a full device back what lies unused
+    least_reserved_bytes: int  # what it has to hold: with expandable segments a full device gets back what lies unused
     num_parameters: int
     num_trained_parameters: int
     attention_kernels: tuple[str, ...]

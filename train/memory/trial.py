@@ -103,7 +103,7 @@ def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
     if tracker.device_type != "cuda":
         return peak, peak
     reserved = replay(tracker.trace, grows := uses_expandable_segments()).reserved_bytes
-    return reserved, least_reserved_bytes(tracker.trace, grows, peak - 1, reserved)
+    return reserved, least_reserved_bytes(tracker.trace, peak - 1, reserved) if grows else reserved
 
 
 def _known(job: Job) -> tuple[Config, list[str]]:

@@ -36,6 +36,7 @@ from train.records import UsageError, UserError
 if TYPE_CHECKING:
     from scripts.benchmarks.rungs import Rung
 
+RULE = "what a full card has to hold"  # by which bytes are counted; it is part of a cell's key
 CARDS = ("t4", "rtx-4090", "l40s", "a100-80", "h200")
 FIRST_RUNGS = ("nothing", "chunked loss", "activation checkpointing")
 """Of the ladder, in addition to its last two; each has all techniques up to it."""
@@ -150,7 +151,7 @@ def predicted(
         def once(question: Question, **place: Any) -> dict[str, Any]:
             """Bytes and time of a micro-batch, or why there are none."""
             job = question.job(question.asked)
-            key = hashlib.sha256(json.dumps([asdict(job), versions], sort_keys=True).encode()).hexdigest()[:16]
+            key = hashlib.sha256(json.dumps([asdict(job), versions, RULE], sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 try:
                     outcome = outcome_of(question, predictions)
