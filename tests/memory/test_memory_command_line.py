@@ -241,6 +241,7 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) <= 40
     for part in ("parameters", "gradients", "optimizer state", "peak", "has to reserve", "CUDA context", "room"):
         assert part in text
+    assert "time, estimated" in text
     assert (
         "accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 train/main.py"
         in text
