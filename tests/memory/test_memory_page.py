@@ -15,7 +15,7 @@ import pytest
 from support import ROOT
 
 from scripts.benchmarks.accuracy_cases import large_cases, title
-from scripts.benchmarks.building import config_of
+from scripts.benchmarks.building import config_of, held_to
 from scripts.benchmarks.ladder_search import held_line
 from scripts.benchmarks.rungs import MODELS, outcome_at, rungs_of
 from train.figures import gib
@@ -407,6 +407,19 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     liger = rows["Trainer, Liger"]
     time, memory = liger["time_ratio"]["median"], liger["peak_bytes"] / rows["Trainer"]["peak_bytes"]
     assert f"(Trainer with Liger's kernels: {time:.2f} × and {memory:.2f} ×)" in readme
+
+
+@pytest.mark.slow
+def test_a_replay_of_now_runs_out_of_memory_where_the_card_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    path = ROOT / "docs" / "results" / "ladder-nvidia-h200-held-to-24-gib.json"
+    tries = [row for row in json.loads(path.read_text(encoding="utf-8"))["tries"] if row["kind"] == "longest"]
+    rungs, card = {rung.key: rung for model in MODELS for rung in rungs_of(model)}, held_to(find_device("h200"), 24)
+    with Predictor() as own:
+        predictions = Predictions(own)
+        for row in (row for row in tries if row["key"] in rungs):  # not those of Trainer
+            needed = outcome_at(rungs[row["key"]], card, row["length"], predictions).needed_bytes
+            assert (needed <= card.total_bytes) == (row["outcome"] == "ok"), row
 
 
 def test_tables_of_a_card_are_those_of_its_results() -> None:
