@@ -79,6 +79,14 @@ def test_restored_state_continues_exactly_like_the_saved_one(optimizer: Any, tmp
     assert_equal_states(trained(saved, 2), trained(fresh, 2))
 
 
+def test_progress_that_a_fork_added_after_the_checkpoint_was_written_has_its_default(tmp_path: Path) -> None:
+    folder = save(tmp_path, training_state(), Progress(step=3, rollbacks=2))
+    stored = json.loads((folder / "state.json").read_text())
+    del stored["progress"]["rollbacks"]
+    (folder / "state.json").write_text(json.dumps(stored))
+    assert checkpoint.restore(folder, training_state()) == Progress(step=3)
+
+
 def test_settings_of_the_optimizer_are_those_of_the_run_that_resumes(tmp_path: Path) -> None:
     saved = trained(training_state(), 3)
     folder = save(tmp_path, saved, Progress(step=3))

@@ -6,12 +6,14 @@ import ast
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faults.processes import script
 from safetensors.torch import load_file
@@ -107,6 +109,10 @@ def test_data_comes_from_a_function(fork: Fork, spec: str, count: int) -> None:
 
 
 MODEL = """
+import random
+
+import numpy as np
+import torch
 from torch import nn
 
 class Recurrent(nn.Module):
@@ -114,6 +120,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embedding, self.layer = nn.Embedding(259, 8), nn.GRU(8, 8, batch_first=True)
         self.head = nn.Linear(8, 259)
+        self.register_buffer("drawn", torch.tensor([np.random.rand(), random.random()], dtype=torch.float64))
 
     def forward(self, input_ids):
         return self.head(self.layer(self.embedding(input_ids))[0])
@@ -129,6 +136,8 @@ def test_model_comes_from_a_function(fork: Fork) -> None:
     assert "model: Recurrent, 0.00 M parameters" in out
     assert summary["model"] == "my_model:build" and summary["num_parameters"] == 259 * 8 * 2 + 259 + 2 * 24 * 9
     weights = load_file(fork.output / "final" / "model.safetensors")
+    # whatever generator draws the first weights, --seed determines them
+    assert weights.pop("drawn").tolist() == [np.random.RandomState(42).rand(), random.Random(42).random()]
     assert set(weights) == {"embedding.weight", "head.weight", "head.bias"} | {
         f"layer.{kind}_{side}_l0" for kind in ("weight", "bias") for side in ("ih", "hh")
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import multiprocessing
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import datasets
 import datasets.config
+import multiprocess
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
@@ -443,6 +445,19 @@ def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(
         found.append((examples["train"].to_list(), examples["train"]._fingerprint, len(examples["train"].cache_files)))
     assert found[0][:2] == found[1][:2]
     assert (found[0][2], found[1][2]) == (1, 2)  # there were two processes
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_task_of_a_file_is_tokenised_by_processes_that_begin_as_copies(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Datasets has a library of its own for them, whose default is not that of this Python everywhere.
+    monkeypatch.setattr(multiprocess, "get_start_method", lambda: start)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "forkserver")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    task = causal_lm.Task(configured(task="my_task.py:Task", preprocessing_num_workers=2))
+    train = tokenize(stored_corpus(tmp_path), task, tokenizer_of("bytes"), CHECKED)["train"]
+    assert len(train.cache_files) == (2 if start == "fork" else 1)
 
 
 def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(

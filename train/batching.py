@@ -22,8 +22,7 @@ from train.config import Config
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, column
 
 POSITIONS_AT_ONCE = 4096  # of steps that are fetched together: asking the Arrow table takes longer than short rows do
-Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
-"""Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
+Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]  # examples and a seed to a batch
 
 
 def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:

@@ -42,7 +42,8 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         check(stored["identity"])
         state.restore(StoredBlocks(checkpoint), stored)
-        return Progress(**{field.name: stored["progress"][field.name] for field in fields(Progress)})
+        known = stored["progress"].keys() & {field.name for field in fields(Progress)}  # a fork may have added some
+        return Progress(**{name: stored["progress"][name] for name in known})
     except torch.OutOfMemoryError:
         raise
     except OSError as error:  # it was intact a moment ago

@@ -35,6 +35,14 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
     saved, since, of_step = progress.step, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
+
+    def save(wait: bool) -> None:
+        # What is saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
+        nonlocal progress, since, saved
+        progress, since = log(run, progress, since, of_step) if since else progress, []
+        run.outputs.save(run, parts.state, progress, wait)
+        saved = progress.step
+
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
@@ -51,10 +59,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
-                if error.weights_intact:  # nothing of the steps before is lost
-                    progress = log(run, progress, since, of_step) if since else progress
-                    if progress.step > saved:
-                        run.outputs.save(run, parts.state, progress, wait=True)
+                if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
+                    save(wait=True)
                 raise
             seconds = time.perf_counter() - started
             progress = advance(progress, outcome, seconds)
@@ -63,25 +69,20 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             if outcome.skipped:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
 
-            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. What is
-            # saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
-            # Afterwards it logs and saves again only if the evaluation ended the run or found a new best.
+            # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
+            # the run is saved again only if the evaluation ended it or found a new best.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
-            saves = (ends := is_last or stops) or is_due(output.save_every_steps, progress)
-            if saves or is_due(output.log_every_steps, progress):
+            if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
+                save(wait=ends)
+            elif is_due(output.log_every_steps, progress):
                 progress, since = log(run, progress, since, of_step), []
-            if saves:
-                run.outputs.save(run, parts.state, progress, wait=ends)
-                saved = progress.step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
             done = is_done(run, total_steps, progress)
-            if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
-                progress, since = log(run, progress, since, of_step) if since else progress, []
-                run.outputs.save(run, parts.state, progress, wait=done or stops)
-                saved = progress.step
+            if (not ends and (done or stops)) or progress.best_step == progress.step > saved:
+                save(wait=done or stops)
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or stops:
                 break

@@ -94,15 +94,13 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
 def train(run: records.Run) -> int:
     """Data, model, optimizer, fit, finish; returns the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
-    import torch
-
     from train.batching import arithmetic_of
     from train.data import prepare_data
     from train.loop import fit, is_done
     from train.model import build_model
     from train.optim import build_optimizer, parameter_counts
     from train.state import TrainingState
-    from train.step import Engine
+    from train.step import Engine, seed_generators
 
     accelerator, outputs, joined = run.accelerator, run.outputs, run.extras
 
@@ -115,7 +113,7 @@ def train(run: records.Run) -> int:
     joined.each("prepared", run, data, batches)
 
     # Model: built, changed by the extras, wrapped with its loss.
-    torch.manual_seed(optim.seed)
+    seed_generators(optim.seed)
     with_loss = build_model(run, type(data.task), data.tokenizer, data.label_names)
     launching.shard_by_layer(accelerator, with_loss.model)
     sizes = parameter_counts(with_loss.model)

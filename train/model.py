@@ -65,8 +65,8 @@ def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tenso
         return loss_sum
     config = model.config.get_text_config() if isinstance(getattr(model, "config", None), PretrainedConfig) else None
     names = ("router_aux_loss_coef", "aux_loss_coef")
-    weights = [w for owner in (model, config) for name in names if (w := getattr(owner, name, None)) is not None]
-    return loss_sum + (weights or [1.0])[0] * balance * (labels != IGNORE).sum()
+    weights = (w for owner in (model, config) for name in names if (w := getattr(owner, name, None)) is not None)
+    return loss_sum + next(weights, 1.0) * balance * (labels != IGNORE).sum()
 
 
 def build_model(

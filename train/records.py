@@ -158,7 +158,7 @@ class StepOutcome:
     num_tokens: int
     num_positions: int  # padding included; like the two counts above, of the whole global batch
     grad_norm: float  # before clipping; inf or nan in a step that was skipped
-    clipped: bool
+    clipped: bool  # by its norm
     skipped: bool
     stop_requested: bool  # of some rank
 

@@ -230,7 +230,7 @@ def test_figures_of_a_card_are_those_of_its_results() -> None:
     worst = found["worst_error_percent"]
     reserved = [100 * row["reserved_bytes"] / row["predicted_reserved_bytes"] - 100 for row in rows]
     assert (found["compared"], found["cases"]) == (27, 27) and f"{worst:.3f}" == "0.022" and worst < 0.03
-    assert "on an H200 to within 0.03 % in [27 cases]" in readme
+    assert "[0.03 % on an H200]" in readme
     assert "of all 27 cases were at most 0.022 % above the prediction" in page
     assert "27 cases differed by at most 0.022 %" in extras[0]
     from_bits = [row for row in rows if "qlora" in row["case"] or "8bit" in row["case"]]
@@ -396,14 +396,11 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     rows = result("long_sequence")["results"]
     time = rows["+ compiled"]["time_ratio"]["median"]
     memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
-    assert f"a QLoRA step of Llama-3.1-8B's shape on {step['length']:,} tokens [fit in 24 GiB]" in readme
-    assert "one 3 to 5 % longer did not in [9 of 9 cases]" in readme
+    assert f"a QLoRA step of Llama-3.1-8B's shape on {step['length']:,} tokens fits in [24 GiB]" in readme
+    assert "one 3 to 5 % longer did not, in [9 of 9 cases]" in readme
     assert f"one of all its weights on {whole['length']:,} in [{whole['peak_bytes'] / 2**30:.0f} GiB]" in readme
     assert rows["+ compiled"]["settings"] == {"gradient_checkpointing": "selective", "loss": "auto", "compile": True}
-    assert "with selective checkpointing, Liger's loss and `--compile` one sequence" in readme
-    assert (
-        f"32,768 tokens took [{time:.2f} × the time and {memory:.2f} × the memory of transformers' Trainer]" in readme
-    )
+    assert f"32,768 tokens takes [{time:.2f} × the time and {memory:.2f} × the memory of Trainer]" in readme
     liger = rows["Trainer, Liger"]
     time, memory = liger["time_ratio"]["median"], liger["peak_bytes"] / rows["Trainer"]["peak_bytes"]
     assert f"(Trainer with Liger's kernels: {time:.2f} × and {memory:.2f} ×)" in readme
@@ -476,4 +473,4 @@ def test_measured_figures_are_those_of_the_results() -> None:
     assert said in words_of(PAGE)
     of_fp32 = max(error for error, case in errors if "bf16" not in case)
     readme = words_of((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert of_fp32 < 0.02 and errors[-1][0] < 0.8 and "to within 0.02 % in fp32, 0.8 % in bf16" in readme
+    assert of_fp32 < 0.02 and errors[-1][0] < 0.8 and "to within [0.8 % on a CPU]" in readme

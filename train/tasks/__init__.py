@@ -9,7 +9,6 @@ import copy
 import functools
 import importlib
 import math
-import multiprocessing
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import multiprocess  # with which 🤗 Datasets starts processes
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,8 @@ class Task:
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        cls.name = vars(cls).get("name", re.sub(r".*\.|^task_of_(.*)_\w{8}$", r"\1", cls.__module__))
+        module = cls.__module__.rpartition(".")[2]
+        cls.name = vars(cls).get("name", re.sub(r"^task_of_(.*)_\w{8}$", r"\1", module))
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
@@ -214,7 +215,7 @@ def tokenize(
     for name, documents in corpus.splits.items():
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # A process that does not begin as a copy of this one (on Windows) could not import a task that is a file.
-        may_share = ":" not in task.data.task or multiprocessing.get_start_method() == "fork"
+        may_share = ":" not in task.data.task or multiprocess.get_start_method() == "fork"  # pyright: ignore
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(num_cores(), useful)
@@ -265,7 +266,7 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:
 def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool, other: str) -> Any:
     """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
     give = f"Give a folder with a {what}, a Hub name (and a connection), {other}."
-    is_path = name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
+    is_path = name.startswith((".", "/", "~")) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
     if is_path and not Path(name).exists():
         raise UserError(f"{what} {name!r}: no such folder. {give} No Hub name may begin with a folder that is here.")
     try:

@@ -35,7 +35,15 @@ METRICS: list[dict[str, Any]] = [
 ] + [
     {"kind": "skipped", "step": 14, "grad_norm": None},
     {"kind": "evaluation", "step": 20, "split": "validation", "loss": 4.0, "bits_per_byte": 3.9, "seconds": 1.0},
-    {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.5, "bits_per_byte": 3.25, "seconds": 1.0},
+    {
+        "kind": "evaluation",
+        "step": 30,
+        "split": "validation",
+        "loss": 3.5,
+        "bits_per_byte": 3.25,
+        "seconds": 1.0,
+        "data": "5f25",
+    },
 ]
 SUMMARY: dict[str, Any] = {
     "num_parameters": 1_840_000,
@@ -118,7 +126,7 @@ def test_the_page_says_what_happened(html: str):
     for said in ("Bits per byte 3.250", "23.5k MFU 38.1%", "3.00 GiB predicted 3.10 GiB", "2 records skipped"):
         assert said in text
     assert "once upon a time" in text and "seed: 42" in text and "torch 2.13.0" in text
-    assert "30 validation 3.500 3.250 1.000" in text
+    assert "30 validation 3.500 3.250 1.000" in text and "5f25" not in text  # which data it is of: not a metric
 
 
 def test_the_page_is_well_formed_and_fetches_nothing(html: str):

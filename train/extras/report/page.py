@@ -140,7 +140,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _evaluations(evaluations: Sequence[Row]) -> str:
     """All evaluations, a column per scalar that any of them has."""
-    names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time"))
+    names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time", "data"))
     rows = [[row.get(name) for name in names] for row in evaluations]
     return _table([name.replace("_", " ") for name in names], rows)
 
