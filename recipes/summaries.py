@@ -110,6 +110,11 @@ class Task(tasks.Task):
         """Tokens of the document (S,), and of the summary (T,)."""
         return torch.tensor(example["tokens"]).long(), torch.tensor(example["summary"]).long()
 
+    def longest_example(self) -> dict[str, Any]:
+        """What a plan, without data, takes for an example: the longest summary, and a document that fills the rest."""
+        written = min(options_of(self.config).max_summary_length, self.data.max_length // 2)
+        return {"tokens": [0] * (self.data.max_length - written), "summary": [0] * written}
+
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Adds what the decoder has written so far, ``decoder_input_ids`` (B, T): the labels, one later."""
         batch = super().collate(examples, seed, pad_id)

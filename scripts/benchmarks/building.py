@@ -498,7 +498,7 @@ def losses() -> dict[str, Loss]:
     """Sums of cross-entropy over a vocabulary, by name; some need a package or a card, see :func:`obstacle`."""
     import torch.nn.functional as F
 
-    from train.extras.losses.chunked import PLAIN, _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
+    from train.extras.losses.chunked import PLAIN, _ChunkedCrossEntropy, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum
     from train.tasks import cross_entropy_sum
 
@@ -507,7 +507,7 @@ def losses() -> dict[str, Loss]:
 
     def recomputed(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         """``chunked`` as it is under fp16, which cannot prepare gradients in forward."""
-        how = _How(product_dtype(hidden), PLAIN)
+        how = product_dtype(hidden), PLAIN
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
 
     chunks: dict[str, Any] = {"chunked": chunked_sum, RECOMPUTED: recomputed}

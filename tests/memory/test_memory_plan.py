@@ -458,6 +458,59 @@ def test_each_line_of_progress_says_what_is_tried() -> None:
 # ---- from configuration and device to job ----------------------------------------------------------------------------
 
 
+OF_TOKENS = ((-1,), "int64")
+TASKS = """
+import torch
+
+from train import tasks
+from train.tasks import causal_lm
+
+
+class Shares(tasks.Task):
+    def cut(self, text, ids, label, tokenizer):
+        yield {"tokens": self.framed(ids[: self.room(tokenizer)], tokenizer), "share": 0.5}
+
+    def inputs_and_labels(self, example, seed):
+        return torch.tensor(example["tokens"]), torch.tensor([example["share"]] * 3)
+
+
+class Pairs(causal_lm.Task):
+    def longest_example(self):
+        return {"tokens": [1] * (self.data.max_length // 2 + 1)}
+
+    def collate(self, examples, seed, pad_id):
+        batch = super().collate([*examples, *examples], seed, pad_id)
+        batch.inputs["is_chosen"] = torch.arange(len(batch.labels)) < len(examples)
+        return batch
+
+
+class OfTexts(causal_lm.Task):
+    def cut(self, text, ids, label, tokenizer):
+        raise LookupError("a document without words")
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "tensors"),
+    [
+        ("causal_lm", (4, 8192), {"input_ids": OF_TOKENS, "labels": OF_TOKENS}),
+        ("masked_lm", (4, 8192), {"input_ids": OF_TOKENS, "labels": OF_TOKENS}),
+        ("sequence_classification", (4, 8192), {"input_ids": OF_TOKENS, "labels": ((), "int64")}),
+        ("Shares", (4, 8192), {"input_ids": OF_TOKENS, "labels": ((3,), "float32")}),
+        ("Pairs", (8, 4096), {"input_ids": OF_TOKENS, "labels": OF_TOKENS, "is_chosen": ((), "bool")}),
+        ("OfTexts", (4, 8192), {"input_ids": OF_TOKENS, "labels": OF_TOKENS}),
+    ],
+)
+def test_a_plan_knows_the_batch_that_a_task_makes(
+    task: str, shape: tuple[int, int], tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "my_tasks.py").write_text(TASKS)
+    spec = task if task.islower() else f"{tmp_path / 'my_tasks.py'}:{task}"
+    job = job_of(question(task=spec, micro_batch_size=4).config, Target("cpu"), 8000, num_labels=2)
+    assert ((job.micro_batch_size, job.length), job.tensors) == (shape, tensors)
+    assert job.eval_batch_size == shape[0]
+
+
 def test_job_of_a_configuration() -> None:
     config = question(micro_batch_size=4).config
     job = job_of(config, Target("cpu"), 8000)

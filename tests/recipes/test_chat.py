@@ -10,13 +10,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import ROOT
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from train.config import Config
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.records import UsageError, UserError
+from train.main import main
+from train.memory import __main__ as memory
+from train.records import EXIT_DONE, UsageError, UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}
 
@@ -202,6 +205,24 @@ def test_a_summary_leaves_room_for_its_document(load_recipe: Callable[[str], Mod
     text = json.dumps({"document": "d" * 5, "summary": "s" * 3})
     [example] = task.cut(text, [], None, build_tokenizer("bytes", ()))
     assert example["length"] == example["document_length"] == 12
+
+
+def test_a_plan_of_summaries_is_of_the_longest_summary_and_a_document_that_fills_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    model = {"model_type": "longt5", "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    rows = [{"document": "d" * 50, "summary": "s" * 30}] * 9
+    path = written(tmp_path / "papers.jsonl", *rows)
+    words = ["--task", "recipes/summaries.py:Task", "--dataset", "recipes/summaries.py:documents", "--max_length", "60"]
+    words += ["--dataset_options", json.dumps({"path": str(path), "max_summary_length": 20}), "--tokenizer", "bytes"]
+    words += ["--model_config", json.dumps({**model, "decoder_start_token_id": 0}), "--mixed_precision", "no"]
+    assert memory.main(["predict", "--device", "cpu", "--json", *words]) == EXIT_DONE
+    found = json.loads(capsys.readouterr().out)
+    assert main([*words, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]) == EXIT_DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["max_length"] == 60 and found["prediction"]["peak_bytes"] == summary["predicted_peak_bytes"]
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.001)
 
 
 def test_summaries_have_columns_of_any_name(load_recipe: Callable[[str], ModuleType], tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
         values["prediction"]["seconds"] = None
     del values["job"]
     shares = {"context_bytes": question.device.context_bytes, "nccl_bytes": question.nccl_bytes}
-    return {**values, **shares, "room_bytes": question.room_bytes, "max_length": outcome.job.length}
+    return {**values, **shares, "room_bytes": question.room_bytes, "max_length": outcome.job.values["max_length"]}
 
 
 def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:

@@ -63,7 +63,7 @@ def grid_text(question: Question, grid: Grid) -> str:
     lines = [*_titles(question, grid), "", "GiB needed   micro-batch size", f"    tokens  {sizes}".rstrip()]
     for row in grid:
         cells = "".join(f"{cell.needed_bytes / 2**30:>9.2f} {'  ' if cell.fits else 'no'}" for cell in row)
-        lines.append(f"{row[0].job.length:>10,}  {cells}".rstrip())
+        lines.append(f"{row[0].job.values['max_length']:>10,}  {cells}".rstrip())
     total, room = gib(question.total_bytes), gib(question.room_bytes)
     lines += ["", f"no: more than the {room} that may be taken of {total}."]
     return "\n".join(lines if question.pads else [*lines, f"Note: {UNPADDED}."])
@@ -85,7 +85,7 @@ def draw(question: Question, grid: Grid, path: Path) -> None:
             text, colour = f"{cell.needed_bytes / 2**30:.2f}", "black" if cell.fits else "#b30000"
             axes.text(j, i, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(columns), [str(cell.job.micro_batch_size) for cell in grid[0]])
-    axes.set_yticks(range(rows), [f"{row[0].job.length:,}" for row in grid])
+    axes.set_yticks(range(rows), [f"{row[0].job.values['max_length']:,}" for row in grid])
     axes.set(xlabel="micro-batch size (examples)", ylabel="sequence length (tokens)")
     title, settings = _titles(question, grid)
     axes.set_title(f"{settings}. Grey: does not fit", fontsize=9)

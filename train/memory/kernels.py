@@ -231,7 +231,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "bitsandbytes::gemm_4bit":  # the weight and its scales as they were before they were quantised
         weights = args[2][0] * args[2][1]
         return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
-    if name == "aten::embedding_dense_backward":
+    if name == "aten::embedding_dense_backward" and result.device.type != "cpu":
         gradient, num_indices, num_embeddings = args[0], args[1].numel(), args[2]
         # To sort the indices; beyond 3,072 also partial sums per segment, an upper bound.
         segments = num_indices // 10 + min(num_indices, num_embeddings)

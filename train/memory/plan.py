@@ -192,9 +192,9 @@ class Search:
             if len(tried) < 2 or tried[-2].job.padded != last.job.padded:  # with a mask, other kernels run
                 return outcome.seconds_per_token <= 0.0
             before = tried[-2]
-            examples = last.setting.micro_batch_size - before.setting.micro_batch_size
+            rows = last.job.micro_batch_size - before.job.micro_batch_size
             seconds = last.prediction.seconds - before.prediction.seconds
-            floor = max(0.0, min(floor, seconds / (examples * last.job.length)))
+            floor = max(0.0, min(floor, seconds / (rows * last.job.length)))
         return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
 
 

@@ -16,7 +16,7 @@ from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import Recompute, ladder_on
 from train.memory.predict import HALF, OFFLOAD, PRECISIONS, SHARDED_WEIGHTS, Job, Target
-from train.records import UsageError, UserError
+from train.records import MicroBatch, UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
@@ -47,22 +47,45 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
     from train.batching import arithmetic_of
     from train.tasks import load_task
 
-    task, size = load_task(config.data.task), _micro_batch_size(config, world_size)
-    share, length = config.get(task.target_share or "", 1.0), config.data.max_length
-    return Job(
-        values=to_values(config),
-        target=target,
-        vocab_size=vocab_size,
-        micro_batch_size=size,
+    task, size = load_task(config.data.task)(config), _micro_batch_size(config, world_size)
+    job = Job(to_values(config), target, vocab_size, size, length=config.data.max_length, num_labels=num_labels)
+    (rows, length), tensors = _longest_batch(task, job)
+    share = config.get(task.target_share or "", 1.0)
+    return replace(
+        job,
+        micro_batch_size=size * rows,
         length=length,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
-        num_labels=num_labels,
         padded=not task.is_causal and size > 1 and not config.get("packing"),
-        tensors={"input_ids": ((-1,), "int64"), "labels": (() if task.labelled else (-1,), "int64")},
+        tensors=tensors,
         num_targets=None if share == 1 else math.ceil(share * size * length),
-        eval_batch_size=config.output.eval_batch_size or size,
+        eval_batch_size=(config.output.eval_batch_size or size) * rows,
         world_size=world_size,
     )
+
+
+def _longest_batch(task: Any, job: Job) -> tuple[tuple[int, int], dict[str, Any]]:
+    """(rows, S) of the batch that ``task`` makes of one example of ``max_length``, and its :func:`tensors_of`.
+
+    The example is the task's ``longest_example()``, if it has one, or what ``cut`` makes of that many tokens.
+    """
+    tokenizer, _ = job.tokenizer_and_labels
+    example = task.longest_example() if hasattr(task, "longest_example") else None
+    try:
+        example = example or next(task.cut("", [3] * (job.length + 1), 0, tokenizer))
+        batch = task.collate([{**example, "id": 0}], (0, 0), tokenizer.pad_token_id)
+        return batch.shape, tensors_of(batch)
+    except Exception:  # a task of your own may want a text
+        return (1, job.length), {**job.tensors, "labels": (() if task.labelled else (-1,), "int64")}
+
+
+def tensors_of(batch: MicroBatch) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape for one example, with -1 for S, and the type of the tensors of ``batch``, as in ``Job.tensors``."""
+    return {
+        name: (tuple(-1 if n == batch.shape[1] else n for n in t.shape[1:]), str(t.dtype).removeprefix("torch."))
+        for name, t in {**batch.inputs, "labels": batch.labels}.items()
+        if hasattr(t, "dtype") and name not in ("attention_mask", "position_ids")
+    }
 
 
 def _micro_batch_size(config: Config, world_size: int) -> int:

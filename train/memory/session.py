@@ -27,7 +27,7 @@ from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.plan import host_bytes
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
-from train.memory.question import job_of, target_of
+from train.memory.question import job_of, target_of, tensors_of
 from train.records import MicroBatch, Parts, Run, UserError, column
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
@@ -51,8 +51,7 @@ class MemorySession:
         longest, evaluated = longest_of(data.training_batches(run, arithmetic)), _evaluated(run, data)
         documents, (size, length) = longest.inputs.get("documents"), longest.shape
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
-        num_labels = len(data.label_names)
-        job = job_of(config, target_of(device), len(tokenizer), num_labels, world_size=run.launch.world_size)
+        job = job_of(config, target_of(device), len(tokenizer), len(data.label_names), run.launch.world_size)
         ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         return replace(
             job,
@@ -62,11 +61,7 @@ class MemorySession:
             micro_batch_size=size,
             length=length,
             padded="attention_mask" in longest.inputs,
-            tensors={
-                name: (tuple(-1 if n == length else n for n in t.shape[1:]), str(t.dtype).removeprefix("torch."))
-                for name, t in {**longest.inputs, "labels": longest.labels}.items()
-                if isinstance(t, torch.Tensor) and name not in ("attention_mask", "position_ids")
-            },
+            tensors=tensors_of(longest),
             num_targets=longest.num_targets or None,
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=evaluated.shape[0],
@@ -170,14 +165,8 @@ class MemorySession:
                 sizes["values"] = {**job.values, "eval_batch_size": shape[0]}
             job = replace(job, length=shape[1], eval_length=None, num_targets=None, **sizes)
         predicted, changes = self._cheaper_settings(job) if job is not None else (None, [])
-        situation = Situation(
-            phase=phase,
-            micro_batch_shape=shape,
-            bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
-            predicted_peak_bytes=predicted.peak_bytes if predicted else None,
-            changes=changes,
-        )
-        text = post_mortem(words, situation)
+        kinds = predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {})
+        text = post_mortem(words, Situation(phase, shape, kinds, predicted.peak_bytes if predicted else None, changes))
         if (path := metering.snapshot) is not None and path.exists():
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text

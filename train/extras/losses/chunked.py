@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,18 +52,13 @@ class Objective:
 
 
 PLAIN = Objective()  # cross-entropy
+How: TypeAlias = tuple[torch.dtype, Objective]  # the type of the matrix products, and what is summed
 
 
 def objective_of(config: Config) -> Objective:
     """That of a run."""
     own = config.of(Options)
     return Objective(own.label_smoothing, own.z_loss)
-
-
-@dataclass(frozen=True)
-class _How:
-    dtype: torch.dtype  # of the matrix products
-    objective: Objective = PLAIN
 
 
 def chunked_sum(
@@ -80,22 +75,22 @@ def chunked_sum(
     (B, S).
     """
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
-    how = _How(product_dtype(hidden), objective)
+    dtype = product_dtype(hidden)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    prepares = learns and how.dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
+    prepares = learns and dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (dtype, objective), prepares)  # pyright: ignore
 
 
 @torch.no_grad()
 def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
-    flat, how, ignored = hidden.reshape(-1, hidden.shape[-1]), _How(product_dtype(hidden)), labels == IGNORE
+    flat, dtype, ignored = hidden.reshape(-1, hidden.shape[-1]), product_dtype(hidden), labels == IGNORE
     classes = labels.masked_fill(ignored, 0).reshape(-1)
-    losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(how.dtype, torch.float32))
+    losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(dtype, torch.float32))
     predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
-        for rows, logits in logits_by_chunk(flat, weight.to(how.dtype), to_dtype(bias, how.dtype)):
-            losses[rows] = _of_chunk(logits, classes[rows], how, learns=False)[0]
+        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
+            losses[rows] = _of_chunk(logits, classes[rows], PLAIN, learns=False)[0]
             predictions[rows] = logits.argmax(-1)
             del logits
     losses = losses.view(labels.shape).masked_fill_(ignored, 0)
@@ -112,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # fixed by torch
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How, prepares: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: How, prepares: bool
     ) -> Tensor:
         ctx.how, ctx.prepares, tensors = how, prepares, (hidden, weight, bias)
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
@@ -136,15 +131,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | float = 1.0
+    tensors: Sequence[Any], labels: Tensor, how: How, wanted: Sequence[bool], scale: Tensor | float = 1.0
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 
     Both are for ``tensors``: hidden states (N, H), weight (V, H) and bias (V,) or None. The gradients of weight and
     bias come in fp32 or better, that of the hidden states in their own type.
     """
-    hidden, weight, bias = tensors
-    dtype, wide = how.dtype, torch.promote_types(how.dtype, torch.float32)
+    (hidden, weight, bias), (dtype, objective) = tensors, how
+    wide = torch.promote_types(dtype, torch.float32)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
@@ -154,7 +149,7 @@ def _in_chunks(
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
         for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype)):
-            losses, grad = _of_chunk(logits, classes[rows], how, any(wanted))
+            losses, grad = _of_chunk(logits, classes[rows], objective, any(wanted))
             del logits  # before the next chunk's
             loss += losses.masked_fill_(ignored[rows], 0).sum()
             if grad is None:
@@ -173,12 +168,12 @@ def _in_chunks(
     return loss, (of_hidden, of_weight, of_bias)
 
 
-def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple[Tensor, Tensor | None]:
+def _of_chunk(logits: Tensor, classes: Tensor, objective: Objective, learns: bool) -> tuple[Tensor, Tensor | None]:
     """(C,) losses of all positions of ``logits`` (C, V), and if it ``learns`` the gradient (C, V) of their sum.
 
     Both in fp32 or better, also of the positions that are not targets.
     """
-    smoothing, z_loss, num_classes = how.objective.label_smoothing, how.objective.z_loss, logits.shape[1]
+    smoothing, z_loss, num_classes = objective.label_smoothing, objective.z_loss, logits.shape[1]
     log_p = torch.log_softmax(logits, -1, torch.promote_types(logits.dtype, torch.float32))
     column = classes.unsqueeze(1)
     log_p_of_label = log_p.gather(1, column).squeeze(1)

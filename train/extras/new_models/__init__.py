@@ -78,4 +78,4 @@ def read_fields(known: Any, task: type[Task]) -> set[str]:
     read = inspect.getsource(import_module(model_class.__module__)) if model_class else ""
     declared = inspect.getsource(import_module(type(known).__module__))
     read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', declared))
-    return {*dir(known), *known.attribute_map, *re.findall(r'"(\w+)"', read)}
+    return {*dir(known), *known.attribute_map, *re.findall(r'(?<=")\w+(?=")|(?<=config\.)\w+', read)}

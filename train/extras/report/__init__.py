@@ -140,26 +140,18 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
     run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
-        accelerator.init_trackers(PROJECT, config=dict(tracked(to_values(config))), init_kwargs=options)
+        accelerator.init_trackers(PROJECT, config=tracked(config), init_kwargs=options)
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
 
 
-def tracked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """A configuration as flat numbers and texts; mappings get dotted names, lists become text.
-
-    Texts whose name contains token, key, secret or password are left out, because a tracker may be public.
-    """
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        plain = name.lower().replace("tokenizer", "")
-        if isinstance(value, Mapping):
-            yield from tracked(value, f"{name}.")
-        elif isinstance(value, int | float):
-            yield name, value
-        elif value is not None and not any(word in plain for word in ("token", "key", "secret", "password")):
-            yield name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def tracked(config: Config) -> dict[str, int | float | str]:
+    """The configuration as numbers and texts, without ``dataset_options``: a tracker may be public."""
+    values = to_values(config)
+    of_model = {f"model_config.{name}": value for name, value in (values.pop("model_config") or {}).items()}
+    shown = {name: value for name, value in (values | of_model).items() if name != "dataset_options"}
+    return {k: v if isinstance(v, int | float) else without_secrets(str(v)) for k, v in shown.items() if v is not None}
 
 
 def _sample(run: Run, parts: Parts) -> str | None:
