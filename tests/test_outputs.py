@@ -111,8 +111,8 @@ def cannot(*args: Any, **kwargs: Any) -> None:
     ("what", "said"),
     [
         ("train.loop.evaluate", None),
-        ("train.extras.report.page.page", "what comes after the last step has failed"),
-        ("train.outputs.Outputs.write_final", "what comes after the last step has failed"),
+        ("train.extras.report.page.page", "the work after the last step has failed"),
+        ("train.outputs.Outputs.write_final", "the work after the last step has failed"),
     ],
 )
 def test_what_fails_after_the_last_step_costs_nothing_but_itself(

@@ -128,7 +128,7 @@ def load(
 
 
 def grouped(id_lists: Iterable[list[int]], lengths: np.ndarray, positions: int) -> Iterator[list[list[int]]]:
-    """Consecutive lists of ids, together until they have so many ``positions``."""
+    """Groups of consecutive lists of ids; each group but the last has at least ``positions`` tokens."""
     group, size = list[list[int]](), 0
     for ids in id_lists:
         group, size = [*group, ids], size + lengths[ids].sum()

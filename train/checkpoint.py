@@ -107,7 +107,7 @@ def verify(checkpoint: Path) -> str | None:
 
 
 def unreadable(checkpoint: Path, error: OSError) -> UserError:
-    """That a disk or network failed: what cannot be read now may be whole, and is neither passed over nor removed."""
+    """The error for a disk or network that fails: the checkpoint may be intact, so nothing skips or removes it."""
     again = "Keep it, and try again; if that does not help, move it away to resume from the one before"
     return UserError(f"{checkpoint} cannot be read: {error.strerror or error}. {again}.")
 
@@ -154,7 +154,7 @@ def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> 
 
 
 def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
-    """What each rank's ``action`` gave; an OSError or UserError of one is raised on all: none waits for another."""
+    """The results of ``action`` on all ranks; an OSError or UserError of one is raised on all, so that none waits."""
     try:
         outcome = action() if acts else None
     except Exception as error:  # of safetensors, for one
@@ -209,7 +209,7 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Gives a folder, whose files are on the disk, its name; an old one, of the same step, is removed after that."""
+    """Renames a folder, whose files are synced, to its final name; then removes the folder that had this name."""
     sync(partial)
     old = final.with_name(f"{PARTIAL}old-{final.name}")
     shutil.rmtree(old, ignore_errors=True)  # of a run that was killed right here
@@ -223,7 +223,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def _sealed(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-    """Writes a file, which is then on the disk; its bytes and its digest, of what is in memory."""
+    """Writes and syncs a file; returns its size, and the digest of what was in memory."""
     found, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in pieces:

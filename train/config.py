@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that
-    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: first; ``alone``: a bare flag's value."""
+    """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: recipe keys that this
+    flag overrides; ``is_path``: expands ~; ``everyday``: listed first; ``alone``: the value of the flag by itself."""
     return field(default=default, metadata={"help": help, **rules})
 
 
@@ -51,7 +51,7 @@ class Data:
     task: str = everyday("causal_lm", "What is learned: a file in train/tasks/, or module:class.")
     dataset: str = everyday("stdlib", "Where documents come from, or module:function.", is_path=True)
     dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
-    validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
+    validation_fraction: float = option(0.05, "Share of documents held out if there is no validation data.", gt=0, lt=1)
     tokenizer: str | None = option(None, "Hub name, folder, bytes, words, train:8192; or the model's.", is_path=True)
     max_length: int = everyday(1024, "The longest example, in tokens.", ge=2)
     truncation: Literal["keep_head", "keep_tail", "keep_both"] = option("keep_head", "What is kept of a long document.")
@@ -90,7 +90,7 @@ class Optimization:
     """How it is trained."""
 
     micro_batch_size: int | Literal["auto"] = everyday(
-        1, "Examples per forward and device; auto: what fits.", ge=1, replaces=("max_tokens_per_micro_batch",)
+        1, "Examples per forward and device; auto: as many as fit.", ge=1, replaces=("max_tokens_per_micro_batch",)
     )
     gradient_accumulation_steps: int | None = everyday(
         None, "Micro-batches per step; or give global_batch_size.", ge=1, replaces=("global_batch_size",)
@@ -105,7 +105,7 @@ class Optimization:
     lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = option("linear", "After warm-up.")
     warmup_steps: int | None = option(None, "Steps of warm-up.", ge=0, replaces=("warmup_ratio",))
     warmup_ratio: float = option(0.0, "Or warm-up as a share of all steps.", ge=0, le=1, replaces=("warmup_steps",))
-    decay_ratio: float = option(0.2, "Share of all steps that decay in warmup_stable_decay.", ge=0, le=1)
+    decay_ratio: float = option(0.2, "Share of all steps in which warmup_stable_decay decays.", ge=0, le=1)
     min_learning_rate_ratio: float = option(0.0, "Where decay ends, as a share of learning_rate.", ge=0, le=1)
     weight_decay: float = option(0.0, "Not applied to biases and norms.", ge=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
@@ -113,7 +113,7 @@ class Optimization:
     adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", gt=0)
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
-    max_grad_value: float | None = option(None, "Instead: each element, to ± this.", gt=0, replaces=("max_grad_norm",))
+    max_grad_value: float | None = option(None, "Or clip each element to ± this.", gt=0, replaces=("max_grad_norm",))
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(
         None, "Default: the launch file's; without one, on a GPU bf16, or fp16 where it lacks bf16."
     )
@@ -127,10 +127,10 @@ class Output:
 
     output_dir: str = everyday("runs/default", "The run's folder.", is_path=True)
     resume: str = everyday("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True)
-    save_every_steps: int | None = everyday(500, "Checkpoint every n steps, and at the end; None: only there.", ge=1)
+    save_every_steps: int | None = everyday(500, "Checkpoint every n steps, and at the end; None: only then.", ge=1)
     save_total_limit: int = option(2, "Checkpoints to keep, not counting the best.", ge=1)
-    eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)
-    eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)
+    eval_every_steps: int | None = everyday(None, "Evaluate every n steps, and at the end.", ge=1)
+    eval_batch_size: int | None = option(None, "Examples per batch of an evaluation; default: micro_batch_size.", ge=1)
     log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)
 
 
@@ -230,7 +230,7 @@ def alone_value(name: str) -> str | None:
 
 
 def argument(word: str) -> str:
-    """Of --load-best, --load_best and --no-load-best makes --load_best and --load_best=False; leaves values alone."""
+    """A flag with underscores for dashes, and --no-load-best as --load_best=False; other words stay as they are."""
     if not word.startswith("--"):
         return re.sub(r"^-(?=[\d.])", " -", word)  # argparse takes -1e-4 for a flag, unless there is a space before
     name, equals, value = word[2:].partition("=")

@@ -78,7 +78,7 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:
-    """What the function that ``spec`` names returns; it gets the configuration if it needs an argument."""
+    """Calls the function that ``spec`` names, with the configuration if it needs an argument; returns its result."""
     function = load_function(spec, flag)
     first = next(iter(inspect.signature(function).parameters.values()), None)
     if first is not None and first.name == "config" and first.kind in (1, 3, 4):  # not config/, nor *config

@@ -23,7 +23,7 @@ class Launch:
 
     world_size: int = 1
     rank: int = 0
-    engine: str = "ddp"  # also for a process that is alone; fsdp2 or deepspeed
+    engine: str = "ddp"  # ddp (also for a single process), fsdp2 or deepspeed
     precision: str = "no"  # the launcher's mixed precision; "no" also where nobody chose
     tp_size: int = 1  # ranks that share the weights of each layer and see the same examples
     cp_size: int = 1  # ranks that share each sequence; for attention each gathers all keys and values

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             return run_to_its_end(config, launch, joined, stop)
     except records.UserError as error:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if str(error) and not is_first:  # what all met the first of a host says, and then a launcher ends the others
+        if str(error) and not is_first:  # local rank 0 reports an error of all ranks; then the launcher ends the others
             time.sleep(3)
         if str(error) and (is_first or error.exit_status != records.EXIT_USAGE):
             show_error(str(error))

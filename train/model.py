@@ -17,7 +17,7 @@ from train.tasks import Scores, Task, model_config_of, pad_token_id
 
 
 class ModelWithLoss(nn.Module):
-    """``model`` and the loss of its logits (its task's) as the module that is prepared."""
+    """The module that accelerate prepares: ``model`` with its task's loss of the logits."""
 
     def __init__(self, model: nn.Module, task: type[Task] = Task) -> None:
         super().__init__()

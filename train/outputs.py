@@ -76,7 +76,7 @@ class Outputs:
         return named
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
+        """Calls ``choose`` on the main process; every rank returns its result, or raises its UserError."""
         return checkpoint.together(choose, self._is_first)[0]
 
     def steps(self) -> dict[int, Path]:
@@ -84,7 +84,7 @@ class Outputs:
         return checkpoint.by_step(self.checkpoints)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
-        """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
+        """Writes a checkpoint and removes old ones; an extra may do both in the background, unless ``wait``."""
         self.sync_log()
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
@@ -232,7 +232,7 @@ class Outputs:
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
-        """The ``summary.json`` of an earlier process; empty where that is missing, damaged or of no concern."""
+        """The ``summary.json`` of an earlier process; empty if missing, damaged, or unwanted (``--resume never``)."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
             return dict(summary) if self.config.output.resume != "never" else {}

@@ -43,9 +43,9 @@ class StoredBlocks:
         self.index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
 
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of it, put together from the stored blocks that it overlaps.
+        """A block of the tensor ``name``, put together from the stored blocks that it overlaps.
 
-        One of one dimension, stored or asked for, may be a stretch of the tensor flattened (DeepSpeed's shards).
+        A one-dimensional block, stored or asked for, may be a stretch of the flattened tensor (DeepSpeed's shards).
         """
         entry = self.index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):

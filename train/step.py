@@ -33,7 +33,7 @@ class Engine:
 
     @property
     def loss_factor(self) -> float:
-        """Undoes what averages gradients: accelerate over micro-batches, data parallelism over ranks."""
+        """Undoes the averaging of gradients: by accelerate over micro-batches, by data parallelism over ranks."""
         return self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
 
     def total(self, counts: Sequence[float]) -> list[int]:
@@ -53,7 +53,7 @@ class Engine:
         self.accelerator.backward(loss * scale)
 
     def clip(self, model: nn.Module) -> float:
-        """The norm of the whole gradient before it is clipped: where a step waits for the device."""
+        """Clips the gradient and returns its whole norm before that; here a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
         bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would make NaN of a norm of inf
         if self._clipped[0] is not model:  # looked up once: in a short step that shows

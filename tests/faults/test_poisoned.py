@@ -87,7 +87,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, ranks: int, b
     assert said.startswith("error: step 5: ")
     assert "not finite" in said
     assert "learning rate" in said
-    assert "Resume from a checkpoint from before it" in said
+    assert "Resume from an earlier checkpoint" in said
     assert steps(tmp_path)[-2:] == [3, 4]
     assert not (tmp_path / "run" / "final").exists()
     assert assert_all_finite(tmp_path)

@@ -97,7 +97,7 @@ class Extra:
     # Seam 2: the model
 
     def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
-        """The configuration with what was left to ``auto`` chosen."""
+        """The configuration with a value chosen for every ``auto``."""
 
     def new_model_config(self, run: Run, task: type[Task], tokenizer: Any) -> Any:
         """transformers' configuration of a model that is trained from scratch."""
@@ -106,7 +106,7 @@ class Extra:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
 
     def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
-        """The configuration is as it will be (None: of a function's model); raises UserError where it cannot fit."""
+        """Checks the final configuration (None for a function's model); raises UserError if it cannot fit."""
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         """The new network is built; raises UserError where it cannot learn the task. ``sizes``: tokens, labels."""
@@ -118,7 +118,7 @@ class Extra:
         """Changes how the loss is computed, or how weights are split, in place."""
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
-        """What can be switched on in the middle of a run to save memory: a description, and what does it."""
+        """A way to save memory that can be switched on during a run: (description, function that does so)."""
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
@@ -229,11 +229,11 @@ class Extras:
         return {key: value for found in self.each(method, *args) for key, value in found.items()}
 
     def first(self, method: str, *args: Any) -> Any:
-        """The first result that is not None, and with it the end of asking."""
+        """The first result that is not None; extras after it are not called."""
         return next((found for call in self._methods(method) if (found := call(*args)) is not None), None)
 
     def pipe(self, method: str, first: Any, value: Any, *args: Any) -> Any:
-        """``value``, passed behind ``first`` (mostly the run), as each extra in turn returns it."""
+        """``value`` after each extra in turn has changed it; ``first`` (mostly the run) is passed before it."""
         for call in self._methods(method):
             value = call(first, value, *args)
         return value
@@ -288,7 +288,7 @@ def check(config: Config, launch: Launch | None = None) -> None:
     """Has each extra check the configuration, which raises UsageError; without ``launch``, for a single process."""
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
-        raise UsageError("micro_batch_size: auto needs train/memory/, which needs hardware and meter: give a number.")
+        raise UsageError("micro_batch_size: auto needs train/memory/ and the extras hardware and meter: give a number.")
     if "new_models" in missing() and config.architecture.model_config is not None:
         raise UsageError("model_config needs train/extras/new_models/: give --model module:function, or a folder.")
     if "optimizers" in missing() and config.optimization.optimizer != "adamw":

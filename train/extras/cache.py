@@ -47,7 +47,7 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, finge
 
 
 def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
-    """What stands for the examples that ``task`` makes of ``documents``, and how names of files with them begin."""
+    """A fingerprint of the examples that ``task`` makes of ``documents``, and the prefix of their cache files."""
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
     source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
     recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source

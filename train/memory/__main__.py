@@ -46,8 +46,8 @@ Every flag of the training command line may be given too: --config, --model, --m
 --micro_batch_size, --global_batch_size ... (train/main.py --help lists them). The data is not read.
 'plan' also takes:
   --max_length auto        plan for the longest sequences that fit, in multiples of 1,024
-  --micro_batch_size auto  choose it, with --global_batch_size given
-  --gradient_checkpointing auto  choose it
+  --micro_batch_size auto  choose the micro-batch size; needs --global_batch_size
+  --gradient_checkpointing auto  choose what to recompute
 """
 AUTO = {  # what may be left open, and the flags that the answer then gives
     "max_length": ("max_length",),
@@ -163,13 +163,13 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):
         left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
     if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
-        raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
+        raise UsageError("--lengths, --micro_batch_sizes and --picture need --grid: give it, too.")
     config = parse(words)
     left_open |= {name for name in AUTO if config.get(name) == "auto"}
     if request.grid and left_open - {"micro_batch_size"}:
-        raise UsageError("--grid shows one setting: give --lengths instead of --max_length auto, and name the others.")
+        raise UsageError("--grid shows one setting: replace --max_length auto by --lengths, other autos by values.")
     if command == "predict" and left_open:
-        raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
+        raise UsageError("auto works only with 'plan'; 'predict' needs a value.")
     if "micro_batch_size" in left_open:
         config = config.changed(micro_batch_size=1)  # the search begins with the smallest
     if "gradient_checkpointing" in left_open:  # the search tries every way
@@ -201,16 +201,16 @@ def _own_flags(command: str) -> Parser:
     cards = "h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one"
     add("--device", metavar="NAME", help=cards)
     add("--world_size", metavar="N", type=positive, default=1, help="devices that train together")
-    add("--sharding", choices=("ddp", "fsdp2", OFFLOAD), help="how they divide the work")
+    add("--sharding", choices=("ddp", "fsdp2", OFFLOAD), help="how these devices divide the work")
     add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
-    add("--num_labels", metavar="N", type=positive, help="classes of a classifier or tagger; default: 2 of the first")
+    add("--num_labels", metavar="N", type=positive, help="classes of a classifier or tagger; classifiers: default 2")
     add("--json", action="store_true", help="write the answer as JSON")
     parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":
         add("--grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
-        add("--lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
-        add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
-        add("--picture", metavar="PATH", type=Path, help="draw it into a .png file")
+        add("--lengths", metavar="N,N...", type=numbers, help="lengths of the grid; default: 1,024 to 262,144")
+        add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="sizes of the grid; default: 1,2,4,8,16")
+        add("--picture", metavar="PATH", type=Path, help="draw the grid into a .png file")
     return parser
 
 

@@ -40,14 +40,14 @@ def _verdict(question: Question, outcome: Outcome) -> str:
     needed, room = outcome.needed_bytes, question.room_bytes
     if outcome.fits:
         return f"Fits: {what}: {gib(needed)} of {gib(room)}."
-    return f"Does not fit: {what}: {gib(needed)}, {gib(needed - room)} more than there is room."
+    return f"Does not fit: {what}: {gib(needed)}, {gib(needed - room)} more than fits."
 
 
 def _parts(question: Question, outcome: Outcome) -> list[str]:
     prediction, device = outcome.prediction, question.device
     needed = "that plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
     on_card = [
-        ("has to reserve", prediction.least_reserved_bytes, "the least with which the caching allocator gets by"),
+        ("has to reserve", prediction.least_reserved_bytes, "the least that the caching allocator needs"),
         ("CUDA context", device.context_bytes, "driver and kernels"),
         ("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"),
         ("needed", outcome.needed_bytes, needed),
@@ -95,13 +95,13 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
 def _notes(question: Question, outcome: Outcome) -> list[str]:
     notes = list(outcome.prediction.notes)
     if outcome.job.padded:
-        notes.append("examples are taken to differ in length, which needs an attention mask")
+        notes.append("examples are assumed to differ in length, so that they need an attention mask")
     if not question.pads:
         notes.append(UNPADDED)
     if question.device.kind == "cpu":
         notes.append("room is what is free of this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.device.has_known_speed and not question.on_cpu:
-        notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by rates of {STAND_IN}")
+        notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by the speed of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")
     return ["", *(f"Note: {note}." for note in notes)] if notes else []

@@ -179,9 +179,9 @@ def replay(
 
 
 def least_reserved_bytes(trace: Sequence[tuple[int, int]], too_few_bytes: int, enough_bytes: int) -> int:
-    """With how little of a device expandable segments get by, to a page, between two sizes of which as much is known.
+    """The least memory with which expandable segments work, to a page; above ``too_few_bytes``, which do not suffice.
 
-    A little more may not suffice, though it nearly always does: blocks then come to lie elsewhere.
+    A little more may fail, though it hardly ever does, because blocks then lie elsewhere.
     """
     while enough_bytes - too_few_bytes > LARGE_SEGMENT_BYTES:
         tried = (too_few_bytes + enough_bytes) // 2

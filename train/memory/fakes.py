@@ -3,8 +3,8 @@
 Fake tensors (``torch._subclasses.fake_tensor``) have shapes, types, devices and storages, but no data. Some code
 treats them differently from real ones; each such place is corrected here, and only inside :func:`fake_tensors`.
 
-What a model asks of its batch is answered all the same (what is padding, where a text ends): an operator on numbers
-that are known is also computed on the CPU, and the result kept with the storage of the fake one, where views find it.
+A model may still ask for values in its batch (what is padding, where a text ends): an operator on known numbers is
+also computed on the CPU, and the result is kept with the fake tensor's storage, where views find it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def grid_text(question: Question, grid: Grid) -> str:
         cells = "".join(f"{cell.needed_bytes / 2**30:>9.2f} {'  ' if cell.fits else 'no'}" for cell in row)
         lines.append(f"{row[0].job.values['max_length']:>10,}  {cells}".rstrip())
     total, room = gib(question.total_bytes), gib(question.room_bytes)
-    lines += ["", f"no: more than the {room} that may be taken of {total}."]
+    lines += ["", f"no: more than the usable {room} of {total}."]
     return "\n".join(lines if question.pads else [*lines, f"Note: {UNPADDED}."])
 
 

@@ -221,9 +221,9 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
-    """The longest ``max_length`` that fits, and the setting for it: the smallest.
+    """The longest ``max_length`` that fits, and the setting for it: the one that needs least.
 
-    In multiples of 1,024, or as long as a model goes that takes less; 0: none.
+    A multiple of 1,024, or the limit of a model that takes fewer tokens; 0: none fits.
     """
     tokens = question.config.get("max_tokens_per_micro_batch")  # of which one example is not to take more
     limit = min(position_limit(question.config) or LONGEST, tokens or LONGEST, LONGEST)

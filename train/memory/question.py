@@ -190,7 +190,7 @@ class Question:
 
     @property
     def on_cpu(self) -> bool:
-        """Or on another device that has no memory of its own."""
+        """Whether the device, a CPU or Apple's GPU, has no memory of its own."""
         return self.device.kind != "cuda"
 
     @property
@@ -201,7 +201,7 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """What a rank may take of them: without the margin."""
+        """Memory that a rank may use: the total without the margin."""
         return int(self.total_bytes * (1 - MARGIN))
 
     @property
@@ -227,7 +227,7 @@ class Question:
 
     @property
     def stages(self) -> list[tuple[tuple[Recompute, ...], tuple[str, ...]]]:
-        """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
+        """(ways to recompute, shardings) by stage, least saving first: a stage is tried if nothing fits before it."""
         # Without the extra activations there is but one way.
         ladder = ladder_on(self.device.kind) if "gradient_checkpointing" in to_values(self.config) else (Recompute(),)
         ways = tuple(way for way in ladder if not (way.gradient_checkpointing_offload or way.tiled_mlp))
@@ -246,7 +246,7 @@ class Question:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """From fast and large to slow and small."""
+        """Losses to try, from fast with much memory to slow with little."""
         asked = self.config.get("loss")
         if self.num_labels or asked is None:  # None without the extra losses
             return ("full",)
@@ -283,7 +283,7 @@ class Question:
         return True
 
     def _config_for(self, sharding: str) -> Config:
-        """The configuration, under FSDP2 without the wish to repeat a step that ran out of memory: that cannot be."""
+        """The configuration; under FSDP2 with ``on_oom: auto``, because a sharded step cannot be repeated."""
         cannot = sharding in SHARDED_WEIGHTS and self.config.get("on_oom") in ("split", "adapt")
         return self.config.changed(on_oom="auto") if cannot else self.config
 

@@ -69,10 +69,10 @@ class MemorySession:
         )
 
     def settle(self, config: Config) -> Config:
-        """``config`` with what it leaves to ``auto`` chosen, the same on every rank.
+        """``config`` with a value chosen for every ``auto``, the same on every rank.
 
-        First the least recomputation with which a step fits, where micro_batch_size is auto too of single examples;
-        then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
+        First the least recomputation with which a step fits (a step of single examples, if micro_batch_size is auto,
+        too); then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
         """
         run = self._run
         is_open, recomputes = (config.get(name) == "auto" for name in ("micro_batch_size", "gradient_checkpointing"))
@@ -98,8 +98,8 @@ class MemorySession:
         def needs(changes: dict[str, Any]) -> int:
             found = self._predictor.predict(job := self._job(config.changed(**changes)))
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
-                where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
-                raise UserError(f"{name}: auto: what is offloaded would take {where}.")
+                where = f"{gib(on_host)} of host memory, but only {gib(free)} is free"
+                raise UserError(f"{name}: auto: offloading would take {where}.")
             return found.least_reserved_bytes
 
         def choose_here() -> dict[str, Any]:
@@ -204,8 +204,8 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
     a learning rate of zero, so no weight moves.
     """
     with _leaving_no_trace(run, parts.model, parts.optimizer):
-        # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
-        # overflow, as at the first loss scale they may, would not make it.
+        # First make the optimizer's state: every step but the first has it, and a step whose gradients overflow, as
+        # may happen at the first loss scale, would not make it.
         make_optimizer_state(run, parts.model, parts.optimizer)
         if not any(batch.num_targets for batch in micro_batches):  # give one: memory does not depend on how many
             labels = micro_batches[0].labels.clone()

@@ -182,9 +182,9 @@ def run_of(job: Job, config: Config) -> Run:
 
 
 def try_model(question: Question) -> Question:
-    """``question``, of single examples where padding changes the model's results, by a small copy's numbers.
+    """``question``, with single examples if padding changes the results of a small copy of the model.
 
-    Raises UsageError where a run would refuse the model by these, which no prediction has.
+    Raises UsageError where a run would refuse the model: a prediction has no values that could show it.
     """
     if question.config.architecture.is_function:
         return question  # whose weights would all have to be made

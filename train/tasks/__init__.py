@@ -268,7 +268,7 @@ def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool, 
     give = f"Give a folder with a {what}, a Hub name (and a connection), {other}."
     is_path = name.startswith((".", "/", "~")) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
     if is_path and not Path(name).exists():
-        raise UserError(f"{what} {name!r}: no such folder. {give} No Hub name may begin with a folder that is here.")
+        raise UserError(f"{what} {name!r}: no such folder. {give} A Hub name cannot begin with a local folder.")
     try:
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of others are read by many libraries

@@ -32,7 +32,7 @@ class Task(tasks.Task):
             yield {"tokens": tokens, "special": special, "length": len(tokens), **known}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens with some hidden, and those; a new choice each epoch, the same on any number of devices."""
+        """Tokens, some hidden, and labels with these; a new choice each epoch, the same on any number of devices."""
         random = np.random.default_rng([*seed, int(example["id"])])
         tokens = np.asarray(example["tokens"], dtype=np.int64)
         special = np.asarray(example["special"], bool)

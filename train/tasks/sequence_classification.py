@@ -31,7 +31,7 @@ class Task(tasks.Task):
         names = tuple(sorted(map(str, labels), key=_place))
         if architecture.model is None or architecture.is_function:
             return names
-        # Its head is trained for these numbers; under others it would be a permuted one.
+        # Its head was trained for these numbers; with other numbers its classes would be mixed up.
         known = tuple(name for _, name in sorted((tasks.stored_config(architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 

@@ -77,7 +77,7 @@ def test_rank_that_does_not_answer_is_named_once(
         assert second.concludes(BROKEN)
     assert len(told) == 1
     assert told[0].startswith("rank 2 (never came) is lost")
-    assert "The other 2 of 3 ended for it. Do this." in told[0]
+    assert "The other 2 of 3 ended because of this. Do this." in told[0]
 
 
 def test_error_that_is_no_broken_connection_concludes_nothing(

@@ -313,8 +313,7 @@ def test_measures_are_taken_in_order_where_a_single_example_does_not_fit() -> No
     assert largest_difference(weights, recovered) < 1e-10
     assert not any("one" in line for line in guard.said)
     assert [line for line in guard.said if "two" in line or "three" in line] == [
-        f"out of memory in forward, micro-batch of 1 × 9: {name}, and the step is made again"
-        for name in ("two", "three")
+        f"out of memory in forward, micro-batch of 1 × 9: {name}, and the step is repeated" for name in ("two", "three")
     ]
     # What failed before is tried whole again after a measure.
     assert network.shapes[-5:] == [(4, 9), (4, 8), (4, 9), (2, 7), (2, 5)]

@@ -467,7 +467,7 @@ def test_codes_with_a_point_are_classes(jsonl: Write) -> None:
 def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
     path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
     assert message(path, True) == (
-        f"{path}: every label is that of a single record, which training needs. Add records, or "
+        f"{path}: each label occurs in one record only, and training needs all of these. Add records, or "
         "--validation_dataset (a function: a validation split); or take another --label_column."
     )
 

@@ -55,7 +55,7 @@ class Extra(extras.Extra):
         if kind == "auto" and "memory" in extras.missing():
             raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
         is_deepspeed = launch.engine == "deepspeed"
-        whole = "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or no tiled_mlp"
+        whole = "it gives whole gradients, and the ranks hold only parts of them. Use FSDP2 or DDP, or no tiled_mlp"
         untried = "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out"
         extras.refuse(
             f"{launch} in the launch file",

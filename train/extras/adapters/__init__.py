@@ -28,7 +28,7 @@ class Options:
 
     adapter: Literal["none", "lora", "qlora"] = option("none", "qlora: with the frozen layers in 4 bits.")
     lora_rank: int = option(16, "Rank of the trained matrices.", ge=1)
-    lora_alpha: float = option(32.0, "What they add is scaled by lora_alpha / lora_rank.", gt=0)
+    lora_alpha: float = option(32.0, "Output of the matrices is scaled by lora_alpha / lora_rank.", gt=0)
     lora_dropout: float = option(0.0, "Dropout of their inputs.", ge=0, lt=1)
     lora_target_modules: tuple[str, ...] = option(
         ("all-linear",), "Layers that get them, by the ends of their names; all-linear: all except the output head."

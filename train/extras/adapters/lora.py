@@ -211,7 +211,7 @@ class AdapterState(TrainingState):
         return digest.hexdigest()
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """As of the core, under the names and of the types of a model without adapters, which are added to weights."""
+        """As in the core, with adapters merged into weights, which have a plain model's names and types."""
         whole = super().whole_tensors(keep)
         if not keep:
             return {}

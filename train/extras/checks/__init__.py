@@ -91,7 +91,7 @@ class Extra(extras.Extra):
         run.outputs.note(*describe(data, run.config))
 
     def failed(self, run: Run | None, error: Exception) -> None:
-        """Adds to an index that no table has, which a card only calls an assertion, where it may come from."""
+        """Says where an index out of range may come from; a card reports it only as an assertion."""
         if run is not None and re.search("index out of range in self|device-side assert", str(error)):
             length = run.config.data.max_length
             hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "

@@ -49,7 +49,7 @@ def try_small_copy(run: Run, network: nn.Module, task: type[Task], sizes: tuple[
         run.outputs.note("model: too large to try whether padding or later tokens change its results")
     obstacle = obstacle_to_batches(network, task, run.config, sizes)
     if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
-        raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
+        raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False trains it anyway.")
 
 
 def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:

@@ -159,7 +159,7 @@ class Extra(extras.Extra):
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
-        """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
+        """Raises DivergenceError if the loss is far above the usual; otherwise updates the usual loss."""
         self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
@@ -230,12 +230,12 @@ class Extra(extras.Extra):
         outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
+        """Explains a disk that cannot be written; empty if a rank is lost, which one rank has then reported."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
         if not isinstance(error, OSError) or not self._could_not_write(error):
             if self._is_trained:
-                show_error(f"what comes after the last step has failed. {self._how_to_resume()}")
+                show_error(f"the work after the last step has failed. {self._how_to_resume()}")
             return None
         shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
         where = error.filename or self._config.output.output_dir
@@ -252,7 +252,7 @@ class Extra(extras.Extra):
         return "the same command" + " with --resume auto" * (self._has_begun and self._config.output.resume != "auto")
 
     def _newest_step(self) -> int:
-        """Of this run's checkpoints; 0 without any. Before a run from scratch begins, those there are another's."""
+        """The newest checkpoint's step, or 0. Checkpoints from before a run from scratch are another run's."""
         from train.checkpoint import by_step
 
         is_new = self._config.output.resume == "never" and not self._has_begun
@@ -274,7 +274,7 @@ class Extra(extras.Extra):
 
 
 def said_by(run: Run, by_first: Callable[[str], object]) -> Callable[[str], object]:
-    """What shows a line from any rank: ``by_first``, and where outputs are silent, on other ranks, a plain print."""
+    """The function that shows a line: ``by_first`` on rank 0, a plain print on others, whose outputs are silent."""
     rank = run.launch.rank
     return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else by_first
 

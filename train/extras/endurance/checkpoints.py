@@ -164,7 +164,7 @@ def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> Bloc
 
     if names := list(itertools.chain(*exchange([name for name, tensor in held.items() if not is_finite(tensor)]))):
         what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
-        remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
+        remedy = "Resume from an earlier checkpoint, with a lower learning rate or a longer warm-up."
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
     return blocks
@@ -192,8 +192,8 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores an intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As in PaLM's training (Chowdhery et al. 2022, section 5.1) weights, optimizer and schedule go back; the order of the
-    data continues behind the last step. The newest checkpoint is taken that a later step has proved, else one that none
-    has; but never where the last rollback went. Raises DivergenceError where there is no intact checkpoint from before.
+    data continues behind the last step. It takes the newest checkpoint that a later step has proved, else an unproved
+    one; but never the one of the last rollback. Raises DivergenceError where there is no intact checkpoint from before.
     """
     outputs, lost, sound = run.outputs, error.progress, error.sound_step
 

@@ -126,7 +126,7 @@ class RankWatch:
                 self._store.set(LEFT, "1")
 
     def concludes(self, error: Exception) -> bool:
-        """Whether ``error`` came of a rank that is no longer there, of which one rank has then told; takes seconds."""
+        """Whether a lost rank caused ``error``; if so, one rank has reported it by then. Takes seconds."""
         if not is_broken_connection(error) or "EADDRINUSE" in str(error):  # the port of another run
             return False
         self._connected.wait(ANSWER_SECONDS)
@@ -138,7 +138,7 @@ class RankWatch:
         return self._rank != 0
 
     def confirms_stop(self) -> bool:
-        """Whether a request to stop was meant for the run; else a rank has failed, and another one has told of it."""
+        """Whether a request to stop was meant for the run; if not, a rank has failed, and one rank has reported it."""
         if not self._connected.wait(ANSWER_SECONDS) or self._store is None:
             return True
         with suppress(RuntimeError):
@@ -271,7 +271,7 @@ class RankWatch:
         hosts = {rank: store.value(f"who/{rank}") for rank in lost[:8]}
         who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        others = f"The other {len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it"
+        others = f"The other {len(self._ranks) - len(lost)} of {len(self._ranks)} ended because of this"
         return f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. {others}. {self._remedy()}"
 
 

@@ -41,7 +41,7 @@ class DurableOutputs(Outputs):
             path.rename(to)
             figures.sync(to.parent)
         if paths:
-            self.say(f"{whose} files are in {aside}")
+            self.say(f"{whose} files were moved to {aside}")
 
     def write_rows(self, *rows: str) -> None:
         """Appends to the log, in which a gap would be no reason to stop: what fails is tried again with the next."""

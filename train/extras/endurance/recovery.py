@@ -166,7 +166,7 @@ class Recovering(Engine):
         if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
             # A piece of several examples has fewer positions than ever failed, so this number falls until it fits.
             self._too_many = math.prod(fault.shape)
-            remedy = "the step is made again, and micro-batches of this size or larger are made in halves from now on"
+            remedy = "the step is repeated, and from now on micro-batches of this size or larger are split in two"
             self._recovered(fault, remedy)
         else:
             self._vote(None)
@@ -181,7 +181,7 @@ class Recovering(Engine):
             if self._any([apply()])[0]:
                 self._too_many = None  # what failed before may fit now
                 if fault is not None:
-                    self._recovered(fault, f"{description}, and the step is made again")
+                    self._recovered(fault, f"{description}, and the step is repeated")
                 return
         self._rewind()
         everyone = [fault]

@@ -114,9 +114,9 @@ def _start(loader: Any) -> Any:
 
 
 def _obey_parent(parent: int, worker: int) -> None:
-    """Ends this process, a fork, if ``parent``, and nobody else, sends SIGTERM, as Python ends one that lingers.
+    """Ends this forked process if ``parent`` itself sends SIGTERM, as Python does to a process that lingers.
 
-    Also when its parent is gone: torch compares with who that was later, when a killed run may have left it an orphan.
+    Also when the parent is gone: torch looks up the parent too late, when a killed run may have left an orphan.
     """
 
     def listen() -> None:

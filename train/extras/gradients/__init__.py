@@ -21,7 +21,7 @@ class Options:
 
     gradient_health: bool = option(False, "Measure gradients and activations by layer, and name illnesses.")
     gradient_health_every_steps: int = option(50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1)
-    gradient_noise_scale: bool = option(False, "Log the batch size past which few steps are saved; needs accumulation.")
+    gradient_noise_scale: bool = option(False, "Log up to which size larger batches pay off; needs accumulation.")
 
 
 class Extra(extras.Extra):

@@ -38,7 +38,7 @@ def set_document_boundaries(model: Any) -> None:
 
 
 def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What transformers' forward is given: documents in its own words; whole rows where nothing says what is seen."""
+    """The arguments for transformers' forward: documents in its terms; by default each row is one document."""
     documents, implementation = kwargs.pop("documents", None), model.config._attn_implementation
     if documents is None:
         ids = args[0] if args else kwargs.get("input_ids")

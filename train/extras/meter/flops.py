@@ -1,8 +1,8 @@
 """How well a run uses its devices: floating-point operations (FLOPs) of its texts, and model FLOPs utilization (MFU).
 
 As in appendix B of PaLM (arXiv 2204.02311) a multiply-add is two operations and recomputed activations do not count, so
-that a run does not look better for doing more work. For the same reason only those pairs of positions count, other than
-in PaLM, that see each other: half of the square if attention is causal, within a window or a packed document.
+that a run does not look better for doing more work. For the same reason, and unlike in PaLM, only pairs of positions
+that see each other count: half of the square if attention is causal, within a window or a packed document.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Options:
     """How ranks share the work; the launch file says the rest."""
 
     find_unused_parameters: bool = option(
-        False, "Let DDP expect parameters without a gradient in some steps; found by itself where it is in all."
+        False, "Let DDP expect parameters that have no gradient in some steps; automatic if they never have one."
     )
 
 

@@ -146,7 +146,7 @@ def _refuse(config: Config, stage: int, devices: dict[str, str]) -> None:
         "DeepSpeed in the launch file",
         (f"deepspeed_config_file: {path}", path is not None, fields),
         (f"zero_stage: {stage}", stage not in (2, 3), "use 2 or 3, or ddp.yaml for no sharding"),
-        (", ".join(elsewhere), bool(elsewhere), "checkpoints work with none and cpu alone"),
+        (", ".join(elsewhere), bool(elsewhere), "checkpoints work only with none or cpu"),
         ("offload_param_device: cpu and zero_stage: 2", stage == 2 and devices["offload_param"] == "cpu", only_3),
         ("zero3_init_flag: true", os.environ.get(f"{FIELD}ZERO3_INIT") == "true", other_weights),
         (f"max_grad_value: {optim.max_grad_value}", optim.max_grad_value is not None, clipping),

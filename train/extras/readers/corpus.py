@@ -200,7 +200,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     validation = np.sort(order[:count])
     if not len(validation):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"
-        raise UserError(f"{name}: every label is that of a single record, which training needs. {advice}.")
+        raise UserError(f"{name}: each label occurs in one record only, and training needs all of these. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
 

@@ -106,9 +106,9 @@ class Extra(extras.Extra):
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
-        """``progress`` with an evaluation that the log has of a checkpoint written before it.
+        """``progress`` with the evaluation after its step, if the log has one that the checkpoint does not.
 
-        Without its best step, where that cannot be compared with others, or not be loaded, any more.
+        The best step is dropped if it can no longer be compared with others, or no longer be loaded.
         """
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
