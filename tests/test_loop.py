@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -339,6 +340,29 @@ def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StepError, match="does not fit"):
         run.fit(5)
     assert run.steps_of("train") == [2]
+
+
+class Unreadable(ThreeSteps):
+    """The third step's batches cannot be read."""
+
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        yield from itertools.islice(super().steps(epoch, first_step), 2)
+        raise OSError("stale file handle")
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(None, [2]), (2, [2]), (1, [1, 2])])
+def test_a_batch_that_cannot_be_read_loses_no_step_before_it(save_every: int | None, saved: list[int]) -> None:
+    run = Recorder(config(save_every_steps=save_every, log_every_steps=10), batches=Unreadable())
+    with pytest.raises(OSError, match="stale file handle"):
+        run.fit(5)
+    assert [p.step for p in run.saved] == run.steps_of("train") == saved
+
+
+def test_of_several_ranks_one_alone_does_not_save() -> None:
+    run = Recorder(config(save_every_steps=None), batches=Unreadable(), launch=Launch(world_size=2))
+    with pytest.raises(OSError, match="stale file handle"):
+        run.fit(5)
+    assert run.saved == []
 
 
 def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:

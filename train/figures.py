@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ _SECRETS = {  # user and password of a URL, its secret parameters, tokens of the
     r"\bhf_\w{20,}": "hf_…",
 }
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # except tabs and newlines
-
-
-def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
-    """A line of ``metrics.jsonl``: ``{"kind", "step", "time", **values}``."""
-    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    return to_json({"kind": kind, "step": step, "time": now, **values}) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

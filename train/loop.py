@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from train.step import seed_step
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step failed (those before it are saved if the weights are intact), and DivergenceError if an
-    extra ends the run.
+    Raises StepError if a step fails (those before are saved if weights are intact), DivergenceError if an extra does.
     """
     while True:
         try:
@@ -34,20 +33,21 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    saved, since, of_step = progress.step, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
+    saved, since, of_step = progress, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
 
     def save(wait: bool) -> None:
         # What is saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
         nonlocal progress, since, saved
-        progress, since = log(run, progress, since, of_step) if since else progress, []
-        run.outputs.save(run, parts.state, progress, wait)
-        saved = progress.step
+        if progress != saved:
+            progress, since = log(run, progress, since, of_step) if since else progress, []
+            run.outputs.save(run, parts.state, progress, wait)
+            saved = progress
 
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
     while not stops and not is_done(run, total_steps, progress):
-        steps = parts.batches.steps(progress.epoch, progress.step_in_epoch)
+        steps = fetched(run, parts.batches.steps(progress.epoch, progress.step_in_epoch), save)
         for micro_batches in steps:
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
             # share tensors compute the same activations, and have to drop the same of them.
@@ -59,12 +59,11 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
-                if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
+                if error.weights_intact:  # nothing of the steps before is lost
                     save(wait=True)
                 raise
-            seconds = time.perf_counter() - started
+            since.append((outcome, seconds := time.perf_counter() - started))
             progress = advance(progress, outcome, seconds)
-            since.append((outcome, seconds))
             run.outputs.tick(progress.step)
             if outcome.skipped:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
@@ -81,7 +80,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
             done = is_done(run, total_steps, progress)
-            if (not ends and (done or stops)) or progress.best_step == progress.step > saved:
+            if (not ends and (done or stops)) or progress.best_step == progress.step > saved.step:
                 save(wait=done or stops)
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or stops:
@@ -91,6 +90,16 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     if stops:  # told before ``steps`` closes: a launcher may not wait for the processes that load its batches to end
         run.extras.each("stopped", run, progress.step)
     return progress
+
+
+def fetched(run: Run, steps: Iterator[Any], save: Callable[[bool], None]) -> Iterator[Any]:
+    """``steps``; if a batch cannot be made, those before are saved, unless other ranks would have to save along."""
+    try:
+        yield from steps
+    except Exception:
+        if run.launch.world_size == 1:
+            save(True)
+        raise
 
 
 def is_due(every: int | None, progress: Progress) -> bool:

@@ -1,7 +1,4 @@
-"""A whole run, top to bottom: parse, accelerator, data, model, optimizer, fit, finish.
-
-``accelerate launch train/main.py --help`` lists the flags.
-"""
+"""A whole run, top to bottom: parse, accelerator, data, model, optimizer, fit, finish; --help lists the flags."""
 
 from __future__ import annotations
 

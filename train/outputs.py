@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ class Outputs:
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes a line of ``metrics.jsonl`` and tells the extras; the training loss is shown in the progress bar."""
         if self.is_main:
-            self.write_rows(figures.row_of(kind, step, values))
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            self.write_rows(figures.to_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
         if kind == "train":
             self.bar.set_postfix(loss=values["loss"], refresh=False)
         run.extras.each("recorded", run, kind, step, values)

@@ -94,8 +94,7 @@ class Task:
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        module = cls.__module__.rpartition(".")[2]
-        cls.name = vars(cls).get("name", re.sub(r"^task_of_(.*)_\w{8}$", r"\1", module))
+        cls.name = vars(cls).get("name", re.sub(r"^task_of_(.*)_\w{8}$", r"\1", cls.__module__.rpartition(".")[2]))
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
