@@ -88,7 +88,7 @@ def test_classes_and_padding() -> None:
         (["plan", "--device", "l4", "--task", "causal_lm"], "no model"),
         (["plan", "--device", "l4", "--task", "poetry", *MODEL], "'poetry' is not one of"),
         (["plan", "--device", "l4", "--config", "nowhere.yaml"], "No such file"),
-        (["plan", "--device", "l4", "--lengths", "1024", *MODEL], "belong to --grid"),
+        (["plan", "--device", "l4", "--lengths", "1024", *MODEL], "need --grid"),
         (["plan", "--device", "l4", "--grid", "--lengths", "1k", *MODEL], "'1k' is not a whole number"),
         (["plan", "--device", "l4", "--grid", *MODEL, "--max_length", "auto"], "--lengths"),
         (["plan", "--device", "l4", "--grid", *MODEL, "--gradient_checkpointing", "auto"], "--grid shows one setting"),

@@ -293,11 +293,11 @@ def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pyt
         return config.get("gradient_checkpointing"), config.get("gradient_checkpointing_offload")
 
     assert checkpointing(16, 10) == ("full", True)
-    with pytest.raises(UserError, match=r"would take 4\.00 GiB in host memory, of which 2\.00 GiB is free"):
+    with pytest.raises(UserError, match=r"would take 4\.00 GiB of host memory, but only 2\.00 GiB is free"):
         checkpointing(2, 10)
     assert checkpointing(2, 20) == ("full", False)
     assert checkpointing(8, 10, optimizer_offload=True) == ("full", True)
-    with pytest.raises(UserError, match=r"would take 7\.00 GiB in host memory, of which 6\.00 GiB is free"):
+    with pytest.raises(UserError, match=r"would take 7\.00 GiB of host memory, but only 6\.00 GiB is free"):
         checkpointing(6, 10, optimizer_offload=True)
 
 

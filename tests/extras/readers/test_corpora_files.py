@@ -500,7 +500,7 @@ def test_one_text_without_lines_is_cut_anyway(jsonl: Write) -> None:
 
 def test_too_little_for_two_splits(jsonl: Write) -> None:
     assert "too short to be split" in message(jsonl({"text": "x"}))
-    assert "every label is that of a single record" in message(jsonl({"text": "x", "label": 1}), labelled=True)
+    assert "each label occurs in one record only" in message(jsonl({"text": "x", "label": 1}), labelled=True)
 
 
 def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> None:
