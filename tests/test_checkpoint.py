@@ -79,6 +79,49 @@ def test_restored_state_continues_exactly_like_the_saved_one(optimizer: Any, tmp
     assert_equal_states(trained(saved, 2), trained(fresh, 2))
 
 
+class Counting(torch.optim.SGD):
+    """Its rate falls with a count that it keeps in its groups, as Prodigy and Schedule-Free do."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.defaults["k"] = 0
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad / group["k"])
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_restored_and_its_settings_are_not(tmp_path: Path) -> None:
+    saved = trained(training_state(Counting), 3)
+    folder = save(tmp_path, saved, Progress(step=3))
+    fresh = training_state(Counting, seed=1)
+    for group in fresh.optimizer.param_groups:
+        group |= {"weight_decay": 0.5, "lr": 0.25}
+    checkpoint.restore(folder, fresh)
+    [group] = fresh.optimizer.param_groups
+    assert (group["k"], group["weight_decay"], group["lr"]) == (3, 0.5, 0.25)
+    for one, other in zip(trained(saved, 2).model.parameters(), trained(fresh, 2).model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class WithMore(TrainingState):
+    """Of a fork: an average of the weights in a section of its own."""
+
+    def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
+        average = {"weight": Block(torch.ones(2), (2,), (0,))}
+        return {**super().blocks(rank), "average": average}
+
+
+def test_a_section_that_a_fork_adds_is_stored(tmp_path: Path) -> None:
+    plain = training_state()
+    folder = save(tmp_path, WithMore(plain.model, plain.optimizer, IDENTITY), Progress(step=3))
+    assert torch.equal(StoredBlocks(folder).block("average", "weight", (0,), (2,)), torch.ones(2))
+
+
 def test_progress_that_a_fork_added_after_the_checkpoint_was_written_has_its_default(tmp_path: Path) -> None:
     folder = save(tmp_path, training_state(), Progress(step=3, rollbacks=2))
     stored = json.loads((folder / "state.json").read_text())

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from train.config import Config
+from train.extras.losses.fused import Place
+from train.extras.losses.in_head import choose_loss
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, UserError
@@ -190,6 +192,29 @@ def test_an_auxiliary_loss_of_a_changed_transformers_model_counts() -> None:
     with torch.no_grad():
         found, logits = ModelWithLoss(model)({"input_ids": ids}, ids), model(ids)["logits"]
     assert found.item() == pytest.approx(cross_entropy_sum(logits, ids).item() + 6 * 0.5, rel=1e-6)
+
+
+class Regularised(Llama):
+    """Makes a loss of its own of its logits, in training alone."""
+
+    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = super().forward(input_ids, **more)
+        if self.training:
+            found["aux_loss"] = found["logits"].logsumexp(-1).square().mean()
+        return found
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_model_that_computes_with_its_logits_gets_all_of_them(is_hooked: bool) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 4608, "num_key_value_heads": 1, **SIZES}
+    model, seen = (Llama if is_hooked else Regularised)(transformers.LlamaConfig(**sizes)).train(), list[Any]()
+    place = Place("cpu", torch.float32)
+    assert choose_loss("auto", ModelWithLoss(Llama(model.config)), place) == "chunked"
+    if is_hooked:
+        model.lm_head.register_forward_hook(lambda head, inputs, logits: seen.append(logits.float().softmax(-1).max()))
+    assert choose_loss("auto", ModelWithLoss(model), place) == "full"
+    with pytest.raises(UserError, match="loss: chunked does not work with this model: it computes with its logits"):
+        choose_loss("chunked", ModelWithLoss(model), place)
 
 
 def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:

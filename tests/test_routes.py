@@ -473,6 +473,19 @@ def test_summaries_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: An
     assert summary["result"]["validation"]["loss"] == pytest.approx(own, rel=1e-4)
 
 
+def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
+    extra = fork.folder / "train" / "extras" / "head_norm"
+    extra.mkdir()
+    (extra / "__init__.py").write_text(shown_in("docs/forking.md", r"train/extras/head_norm/__init__\.py"))
+    order = fork.folder / "train" / "extras" / "__init__.py"
+    order.write_text(order.read_text().replace('NAMES = "checks', 'NAMES = "head_norm checks'))
+    _, summary = fork.trains(*LISTOPS, "--model_config", TINY, *QUICK)
+    assert summary["extras"][0] == "head_norm"
+    *_, last = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
+    weights = load_file(fork.output / "final" / "model.safetensors")
+    assert last["head_norm"] == pytest.approx(weights["transformer.wte.weight"].norm().item(), rel=1e-5)
+
+
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:
     fork.write("train/tasks/share_of_spaces.py", TASK)
     done = fork.run("--task", "share_of_space", "--model_config", TINY)

@@ -195,10 +195,10 @@ def write_blocks(partial: Path, blocks: Mapping[str, Mapping[str, Block]], rank:
 def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
     """Index, the rest of the state, manifest and final name: done by one rank when all have written their blocks."""
     files = {name: entry for rank_files, _ in written for name, entry in rank_files.items()}
-    index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}  # a fork may add sections
     for _, rows in written:
         for section, name, shape, place in rows:
-            index[section].setdefault(name, {"shape": shape, "blocks": []})["blocks"].append(place)
+            index.setdefault(section, {}).setdefault(name, {"shape": shape, "blocks": []})["blocks"].append(place)
     for name, file in files.items():
         if not (partial / name).exists() or (partial / name).stat().st_size != file["bytes"]:
             raise OSError(f"{name} of another host is not there: all hosts must share the folder")

@@ -1,7 +1,4 @@
-"""What the launcher decided, and what accelerate has to know of it.
-
-World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
-"""
+"""What the launch file decided (world size, sharding, precision), and what accelerate has to know of it."""
 
 from __future__ import annotations
 

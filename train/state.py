@@ -91,9 +91,12 @@ class TrainingState:
     def values(self) -> dict[str, Any]:
         """Everything except tensors, as JSON, the same on every rank: identity, numbers of the state, loss scaler."""
         plain = {n: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for n, s in self._states().items()}
+        # What an optimizer counts in its parameter groups is state, unlike these two, which a run sets by group.
+        own = {k: v for k, v in getattr(self.optimizer, "defaults", {}).items() if k not in ("lr", "weight_decay")}
         return {
             "identity": dict(self.identity),
             "optimizer": {name: entries for name, entries in plain.items() if entries},
+            "groups": [{k: g[k] for k in own if k in g and g[k] != own[k]} for g in self.optimizer.param_groups],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
 
@@ -116,6 +119,8 @@ class TrainingState:
         numbers = {id(parameter): number for number, parameter in numbered}
         by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_number})
+        for group, counted in zip(self.optimizer.param_groups, values.get("groups", ()), strict=False):
+            group.update(counted)
         if self.scaler is not None and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
 

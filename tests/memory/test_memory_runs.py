@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -90,6 +91,7 @@ def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) 
         {"optimizer_in_backward": True, "max_grad_norm": None},
         {"bf16_update": "stochastic"},
         {"bf16_update": "kahan"},
+        {"adagrad": True},
     ],
     ids=str,
 )
@@ -121,18 +123,22 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(
         return torch.atleast_1d(tensor).view(torch.uint8)
 
     torch.manual_seed(0)
-    run, network = run_for(Config().changed(weight_decay=0.1, learning_rate=0.1, **options)), Network()
+    known = {name: value for name, value in options.items() if name != "adagrad"}
+    run, network = run_for(Config().changed(weight_decay=0.1, learning_rate=0.1, **known)), Network()
     with torch.no_grad():
         network.head.weight[0, :3] = torch.tensor([0.0, -0.0, 1e-40])  # what arithmetic might tidy up
     if "bf16_update" in options:
         network.bfloat16()
     groups = parameter_groups(network, run.config.optimization)
     own: Any = run.extras.first("build_optimizer", run.config, groups, torch.device("cuda"))
+    if "adagrad" in options:  # which makes its state before the first step
+        own = torch.optim.Adagrad(groups, lr=0.1)
     model, prepared = run.accelerator.prepare(ModelWithLoss(network), own or build_optimizer(run, network))
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config))
     ids = torch.randint(11, (2, 7))
     batch = MicroBatch({"input_ids": ids}, ids, 14, (0, 1), 14)
     before = {k: v.clone() for k, v in network.state_dict().items()}
+    state = copy.deepcopy(prepared.optimizer.state_dict()["state"])
     evaluated: list[MicroBatch] = []
     monkeypatch.setattr("train.memory.session.score", lambda run, parts, batch: evaluated.append(batch))
     data = causal_data(run.config, validation=[4, 5])
@@ -142,7 +148,9 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(
     after = network.state_dict()
     for name, value in before.items():
         assert torch.equal(bits(value), bits(after[name])), name
-    assert len(prepared.optimizer.state) == 0
+    assert len(prepared.optimizer.state) == (5 if "adagrad" in options else 0)
+    left = prepared.optimizer.state_dict()["state"]
+    assert all(torch.equal(left[number][k], v) for number, own in state.items() for k, v in own.items())
     assert {group["lr"] for group in prepared.param_groups} == {0.1}
     assert all(p.grad is None for p in network.parameters())
     seed_step(0, 0, 0)

@@ -43,7 +43,6 @@ NAMES = "checks hardware readers new_models long_sequences adapters activations 
 NAMES += "meter gradients memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
-FAMILIAR_FLAGS = Path(__file__).with_name("familiar_flags.yaml")
 
 
 class Extra:
@@ -151,10 +150,7 @@ class Extra:
         """The first step of this process comes next."""
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
-        """Surrounds optimizer step ``step``, which begins with the phase forward, or the evaluation of a micro-batch.
-
-        ``step`` counts from 1; 0: an evaluation, or a rehearsal.
-        """
+        """Surrounds optimizer step ``step`` (from 1; 0: a rehearsal), which begins with forward, or an evaluation."""
 
     def mark(self, phase: str) -> None:
         """A phase of the step begins: forward, backward, clip or optimizer."""
@@ -270,7 +266,7 @@ def missing() -> list[str]:
 
 def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
-    ours = yaml.safe_load(FAMILIAR_FLAGS.read_text(encoding="utf-8")).get(name, "")
+    ours = yaml.safe_load(Path(__file__).with_name("familiar_flags.yaml").read_text(encoding="utf-8")).get(name, "")
     close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, 1, 0.62)
     more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
     text = f"Did you mean {prefix}{close[0]}?" if close else more

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # of types, as a person reads them
 
 

@@ -65,10 +65,7 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
 
 
 def _longest_batch(task: Any, job: Job) -> tuple[tuple[int, int], dict[str, Any]]:
-    """(rows, S) of the batch that ``task`` makes of one example of ``max_length``, and its :func:`tensors_of`.
-
-    The example is the task's ``longest_example()``, if it has one, or what ``cut`` makes of that many tokens.
-    """
+    """(rows, S) and :func:`tensors_of` the batch of one example: ``longest_example()``, or what ``cut`` makes."""
     tokenizer, _ = job.tokenizer_and_labels
     example = task.longest_example() if hasattr(task, "longest_example") else None
     try:

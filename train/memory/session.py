@@ -231,14 +231,15 @@ def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptim
 
 @contextmanager
 def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    scaler = run.accelerator.scaler
+    state = optimizer.optimizer.state  # mostly empty, but some optimizers make theirs at once
+    kept = {p: {k: v.clone() if torch.is_tensor(v) else v for k, v in own.items()} for p, own in state.items()}
     with ExitStack() as afterwards:
         for buffer in model.buffers():
             afterwards.callback(buffer.detach().copy_, buffer.clone())
         for group in optimizer.param_groups:
             afterwards.enter_context(patch.dict(group, lr=0.0))
-        if scaler is not None:
+        if (scaler := run.accelerator.scaler) is not None:
             afterwards.callback(scaler.load_state_dict, scaler.state_dict())
         afterwards.callback(optimizer.optimizer.zero_grad, set_to_none=True)
-        afterwards.callback(lambda: optimizer.optimizer.state.clear())
+        afterwards.callback(lambda: (state.clear(), state.update(kept)))
         yield

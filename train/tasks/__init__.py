@@ -1,7 +1,4 @@
-"""What is learned: the contract of a task, and how documents become its examples.
-
-A task is a file in this folder with a class ``Task(train.tasks.Task)``; adding one is adding the file.
-"""
+"""What is learned. A task is a file here with a class ``Task(train.tasks.Task)``; add one by adding a file."""
 
 from __future__ import annotations
 

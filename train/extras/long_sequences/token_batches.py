@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,11 +12,11 @@ from train.extras.longest import with_padding
 from train.records import BatchArithmetic
 
 
+@dataclass(frozen=True)
 class TokenRounds(Rounds):
     """Micro-batches of at most ``max_tokens`` positions."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    max_tokens: int
 
     def describe(self, arithmetic: BatchArithmetic) -> str:
         made = f"{arithmetic.global_batch_size} per step, in micro-batches of up to {self.max_tokens:,} tokens"

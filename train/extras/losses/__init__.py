@@ -47,20 +47,21 @@ class Extra(extras.Extra):
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
         kind = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         terms.set_in(model)
-        if kind != "full":
+        if kind != "full" and model.loss_in_head is None:  # else another extra computes it
             in_head.use_loss_in_head(model, kind, terms)
         run.outputs.note(in_head.describe_loss(kind, terms, asked, place))
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import chunked, in_head
 
+        if model.loss_in_head is not None:
+            return None
+
         def chunk() -> bool:
             place = in_head.place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision)
-            if model.loss_in_head is None:
-                with suppress(UserError):  # it does not work with this model
-                    kind = in_head.choose_loss("chunked", model, place)
-                    in_head.use_loss_in_head(model, kind, chunked.objective_of(run.config))
-                    return True
-            return False
+            with suppress(UserError):  # it does not work with this model
+                in_head.choose_loss("chunked", model, place)
+                in_head.use_loss_in_head(model, "chunked", chunked.objective_of(run.config))
+            return model.loss_in_head is not None
 
         return "the loss never holds all logits from now on", chunk

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
@@ -30,10 +33,7 @@ def head_of(model: nn.Module) -> Any:
 
 
 class LossHead(nn.Linear):
-    """An output embedding that gives what is asked for by ``_asked.answer``, in place of its logits.
-
-    It is computed within this module's forward, where sharded weights are gathered.
-    """
+    """An output embedding that gives ``_asked.answer``, in place of its logits: where sharded weights are gathered."""
 
     def forward(self, input: Tensor) -> Any:
         answer = getattr(_asked, "answer", None)
@@ -70,26 +70,42 @@ def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLA
     model.loss_in_head = LossInHead(kind, objective)
 
 
-def obstacle_to_chunks(model: nn.Module) -> str | None:
-    """Why the loss of ``model`` cannot come from its output embedding, or None where it can.
+@dataclass(eq=False)
+class _Watch(TorchFunctionMode):
+    """Notices whether anything is computed with a tensor that was ``given`` in place of logits."""
 
-    A model may scale or cap what its output embedding gives; then it has to compute its logits itself. This is tried on
-    eight tokens.
+    given: list[Tensor] = field(default_factory=list)
+    is_used: bool = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computes = getattr(func, "__name__", "") != "__get__"  # of a property, such as the device
+        self.is_used |= computes and any(leaf is t for leaf in tree_leaves((args, kwargs)) for t in self.given)
+        return func(*args, **(kwargs or {}))
+
+
+def obstacle_to_chunks(model: nn.Module) -> str | None:
+    """Why the loss of ``model`` cannot come from its output embedding, or None where it can: tried on eight tokens.
+
+    A model may scale or cap its logits, or make a loss of its own of them: then it has to compute them.
     """
     if type(head_of(model)) not in (nn.Linear, LossHead):
         return "its output embedding is not a plain nn.Linear"
 
     def trial(twin: Any) -> str | None:
-        head, given = head_of(twin), []
+        head, watch = head_of(twin), _Watch()
         head.__class__, ids = LossHead, head.weight.new_zeros((1, 8), dtype=torch.long)
 
         def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            given.append(chunked_sum(hidden, weight, bias, ids))
-            return given[-1]
+            watch.given.append(chunked_sum(hidden, weight, bias, ids))
+            return watch.given[-1]
 
-        with patch.object(_asked, "answer", answer, create=True):
+        with patch.object(_asked, "answer", answer, create=True), watch:
             out = logits_of(twin(**inputs_on_trial(twin, ids)))
-        return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
+            if len(watch.given) != 1 or out is not watch.given[0]:
+                return "it changes the logits after its output embedding"
+            with suppress(Exception):  # a model may look at values, which are not there, in training alone
+                twin.train()(**inputs_on_trial(twin, ids))
+        return "it computes with its logits, such as a loss of its own" if watch.is_used else None
 
     return obstacle_on_trial(model, trial)
 

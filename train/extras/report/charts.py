@@ -28,10 +28,7 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _LINE),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
 }
-_SPLITS: dict[str, Any] = {
-    "validation": {"color": SECOND, "marker": "o"},
-    "test": {"color": INK, "marker": "D"},
-}
+_SPLITS: dict[str, Any] = {"validation": {"color": SECOND, "marker": "o"}, "test": {"color": INK, "marker": "D"}}
 
 
 class Chart(NamedTuple):
