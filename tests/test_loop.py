@@ -342,6 +342,16 @@ def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch)
     assert run.steps_of("train") == [2]
 
 
+class Forgets(Extra):
+    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:  # pyright: ignore
+        pass
+
+
+def test_an_extra_that_does_not_return_the_progress_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"evaluated of .*test_loop returned None"):
+        Extras({"own": Forgets()}).pipe("evaluated", None, Progress(), None)
+
+
 class Unreadable(ThreeSteps):
     """The third step's batches cannot be read."""
 

@@ -232,6 +232,7 @@ class Extras:
         """``value`` after each extra in turn has changed it; ``first`` (mostly the run) is passed before it."""
         for call in self._methods(method):
             value = call(first, value, *args)
+            assert value is not None, f"{method} of {call.__module__} returned None: it has to return what it was given"
         return value
 
     def inside(self, method: str, *args: Any) -> ExitStack:

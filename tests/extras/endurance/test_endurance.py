@@ -109,6 +109,16 @@ def test_compiled_data_parallelism_is_left_alone_and_told(monkeypatch: pytest.Mo
     run.outputs.note.assert_called_once_with("on_oom: split does nothing here: DDP is compiled")
 
 
+@pytest.mark.parametrize("on_oom", ["auto", "split"])
+def test_an_engine_of_another_extra_is_left_alone_and_told_where_recovery_was_asked_for(on_oom: str) -> None:
+    run, engine = run_with(on_oom=on_oom), type("Own", (Engine,), {})
+    run.outputs.note = Mock()
+    own = engine(run.accelerator, run.config)
+    assert Extra().wrap_step(run, own) is own
+    said = "on_oom: split does nothing here: another engine makes the step" if on_oom == "split" else None
+    run.outputs.note.assert_called_once_with(said)
+
+
 @pytest.mark.parametrize("launch", [Launch(2, engine="fsdp2"), Launch(2, engine="deepspeed"), Launch(2, tp_size=2)])
 def test_a_launch_that_cannot_repeat_a_step_is_refused_where_it_is_asked_to(launch: Launch) -> None:
     for on_oom in ("split", "adapt"):

@@ -157,6 +157,19 @@ def random_states() -> tuple[Any, ...]:
     return random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()
 
 
+def test_examples_of_several_rows_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen answers and then rejected ones, with a label for each two: a half would have rows of one kind."""
+
+    def pairs(ids: list[int], size: int, made: Any = batches_of) -> list[MicroBatch]:
+        return [replace(whole, labels=whole.labels[: len(whole.labels) // 2]) for whole in made(ids, size)]
+
+    monkeypatch.setitem(globals(), "batches_of", pairs)
+    guard, network = Guard(), limited(20)
+    with pytest.raises(OutOfMemoryError, match="out of memory in forward, micro-batch of 4 × 9"):
+        trained(network, guard)
+    assert network.shapes == [(4, 9)] and guard.said == []
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=["device", "host", "python"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_update_after_a_fault_is_the_update_without_one(where: str, error: Exception) -> None:

@@ -140,11 +140,10 @@ class Extra(extras.Extra):
         on_oom, is_alone = run.config.of(Options).on_oom, run.launch.world_size == 1
         # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
         may = on_oom in ("split", "adapt") or (on_oom == "auto" and is_alone and run.launch.engine == "ddp")
-        if not may or type(engine) is not Engine:
-            return engine
-        compiler = run.accelerator.state.dynamo_plugin
-        if not is_alone and compiler and compiler.backend != DynamoBackend.NO:  # compiled DDP cannot be bypassed
-            run.outputs.note(f"on_oom: {on_oom} does nothing here: DDP is compiled")
+        compiled = not is_alone and (own := run.accelerator.state.dynamo_plugin) and own.backend != DynamoBackend.NO
+        if not may or compiled or type(engine) is not Engine:
+            why = "DDP is compiled" if compiled else "another engine makes the step"
+            run.outputs.note(f"on_oom: {on_oom} does nothing here: {why}" if on_oom in ("split", "adapt") else None)
             return engine
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
         self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)

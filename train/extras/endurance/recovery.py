@@ -52,10 +52,10 @@ class OutOfMemoryError(StepError):
 class Recovering(Engine):
     """Makes :func:`train.step.optimizer_step` again, on smaller micro-batches, when it runs out of memory.
 
-    A fault in forward or backward takes this rank back to the step's start; the micro-batch that failed, and from
-    then on every one with at least as many positions, is split in halves along the batch dimension. Where single
-    examples do not fit, the measures are applied one after another. The update is that of a step without a fault,
-    except that dropout draws differently for pieces. A fault in clipping or in the update ends the run.
+    A fault in forward or backward takes this rank back to the step's start; the micro-batch that failed, and from then
+    on every one with at least as many positions, is split in halves by rows, unless an example has several. Where these
+    do not fit, measures are applied one after another. The update is that of a step without a fault, except that
+    dropout draws differently for pieces. A fault in clipping or in the update ends the run.
 
     With several processes each rank computes its gradients without any collective. At the end of the last backward
     all ranks agree on whether every one has them, and only then are they averaged: a rank that fails alone keeps none
@@ -64,7 +64,7 @@ class Recovering(Engine):
 
     def __init__(self, engine: Engine, say: Say, find_measures: FindMeasures = lambda _: ()) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
-        self.recoveries = 0  # faults of this rank after which the step was made again
+        self.recoveries, self._splits = 0, False  # faults of this rank after which the step was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
         self._group = None  # on the host, where nothing that failed elsewhere can be pending
         if engine.accelerator.num_processes > 1:
@@ -123,7 +123,7 @@ class Recovering(Engine):
         return super().total(counts) if self._totals is None else self._totals
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        self._shape = micro_batch.shape
+        self._shape, self._splits = micro_batch.shape, len(micro_batch.labels) == micro_batch.shape[0] > 1
         return super().share(micro_batch)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
@@ -163,7 +163,7 @@ class Recovering(Engine):
         return votes.bool().tolist()
 
     def _prepare_another(self, fault: Fault) -> None:
-        if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
+        if self._splits:  # this rank alone: the others wait for its vote
             # A piece of several examples has fewer positions than ever failed, so this number falls until it fits.
             self._too_many = math.prod(fault.shape)
             remedy = "the step is repeated, and from now on micro-batches of this size or larger are split in two"
@@ -209,7 +209,7 @@ def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[Mic
     """The examples, in their order, in micro-batches of fewer than ``too_many`` positions or of one example."""
     pieces: list[MicroBatch] = []
     for batch in micro_batches:
-        fits = too_many is None or batch.shape[0] == 1 or math.prod(batch.shape) < too_many
+        fits = too_many is None or not len(batch.labels) == batch.shape[0] > 1 or math.prod(batch.shape) < too_many
         pieces += [batch] if fits else split(halves(batch), too_many)
     return pieces
 
