@@ -71,6 +71,7 @@ class RecordingOutputs(Outputs):
 
     def save(self, run: Run, state: Any, progress: Progress, wait: bool) -> None:
         self.recorder.saved.append(progress)
+        self.recorder.waited.append(wait)
 
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
         if kind != "evaluation":
@@ -84,6 +85,7 @@ class Recorder:
     config: Config
     accuracies: list[float] = field(default_factory=list)
     saved: list[Progress] = field(default_factory=list)
+    waited: list[bool] = field(default_factory=list)  # for each of them
     lines: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     may_stop: list[bool] = field(default_factory=list)
@@ -384,6 +386,18 @@ def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatc
     assert run.fit(7).step == 3
     assert run.steps_of("train") == [3]
     assert [p.step for p in run.saved] == [3]
+
+
+def test_a_run_that_is_stopped_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing has changed since: an extra may still be writing it in the background."""
+
+    def stop(*arguments: Any, **options: Any) -> Evaluation:
+        raise StopAtOnce
+
+    run = Recorder(config(save_every_steps=2, eval_every_steps=2))
+    monkeypatch.setattr(Recorder, "evaluate", stop)
+    assert run.fit(7).step == 2
+    assert [(p.step, wait) for p, wait in zip(run.saved, run.waited, strict=True)] == [(2, False), (2, True)]
 
 
 def test_the_last_steps_of_a_run_that_ends_early_are_logged() -> None:

@@ -35,10 +35,10 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
     saved, since, of_step = progress, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
 
-    def save(wait: bool) -> None:
+    def save(wait: bool, only_new: bool = False) -> None:
         # What is saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
         nonlocal progress, since, saved
-        if progress != saved:
+        if progress != saved or not only_new:
             progress, since = log(run, progress, since, of_step) if since else progress, []
             run.outputs.save(run, parts.state, progress, wait)
             saved = progress
@@ -60,7 +60,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact:  # nothing of the steps before is lost
-                    save(wait=True)
+                    save(wait=True, only_new=True)
                 raise
             since.append((outcome, seconds := time.perf_counter() - started))
             progress = advance(progress, outcome, seconds)
@@ -92,13 +92,13 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     return progress
 
 
-def fetched(run: Run, steps: Iterator[Any], save: Callable[[bool], None]) -> Iterator[Any]:
+def fetched(run: Run, steps: Iterator[Any], save: Callable[..., None]) -> Iterator[Any]:
     """``steps``; if a batch cannot be made, those before are saved, unless other ranks would have to save along."""
     try:
         yield from steps
     except Exception:
         if run.launch.world_size == 1:
-            save(True)
+            save(wait=True, only_new=True)
         raise
 
 
