@@ -377,12 +377,14 @@ def test_of_several_ranks_one_alone_does_not_save() -> None:
     assert run.saved == []
 
 
-def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*arguments: Any, **options: Any) -> Evaluation:
-        raise StopAtOnce
+def cut_short(*arguments: Any, **options: Any) -> Evaluation:
+    """An evaluation during which the run is asked to stop."""
+    raise StopAtOnce
 
+
+def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Recorder(config(log_every_steps=10, eval_every_steps=3))
-    monkeypatch.setattr(Recorder, "evaluate", stop)
+    monkeypatch.setattr(Recorder, "evaluate", cut_short)
     assert run.fit(7).step == 3
     assert run.steps_of("train") == [3]
     assert [p.step for p in run.saved] == [3]
@@ -391,11 +393,8 @@ def test_steps_before_an_evaluation_that_a_stop_cuts_short_are_logged(monkeypatc
 def test_a_run_that_is_stopped_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing has changed since: an extra may still be writing it in the background."""
 
-    def stop(*arguments: Any, **options: Any) -> Evaluation:
-        raise StopAtOnce
-
     run = Recorder(config(save_every_steps=2, eval_every_steps=2))
-    monkeypatch.setattr(Recorder, "evaluate", stop)
+    monkeypatch.setattr(Recorder, "evaluate", cut_short)
     assert run.fit(7).step == 2
     assert [(p.step, wait) for p, wait in zip(run.saved, run.waited, strict=True)] == [(2, False), (2, True)]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from train.config import Config
+from train.extras.losses import Extra as Losses
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import choose_loss
 from train.extras.readers.own_tokenizers import build_tokenizer
@@ -211,10 +212,19 @@ def test_a_model_that_computes_with_its_logits_gets_all_of_them(is_hooked: bool)
     place = Place("cpu", torch.float32)
     assert choose_loss("auto", ModelWithLoss(Llama(model.config)), place) == "chunked"
     if is_hooked:
-        model.lm_head.register_forward_hook(lambda head, inputs, logits: seen.append(logits.float().softmax(-1).max()))
+        model.lm_head.register_forward_hook(lambda head, inputs, logits: seen.append(logits.mT.max()))  # by a view
     assert choose_loss("auto", ModelWithLoss(model), place) == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: it computes with its logits"):
         choose_loss("chunked", ModelWithLoss(model), place)
+
+
+def test_a_loss_that_another_extra_has_set_stays_and_is_told() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 4608, "num_key_value_heads": 1, **SIZES}
+    run, model = run_for(Config().changed(tokenizer="bytes")), ModelWithLoss(Llama(transformers.LlamaConfig(**sizes)))
+    own = model.loss_in_head = lambda *arguments: torch.zeros(())
+    Losses().change_loss(run, model)
+    assert model.loss_in_head is own and run.outputs.notes == ["loss: that of another extra"]
+    assert Losses().memory_measure(run, model) is None
 
 
 def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:

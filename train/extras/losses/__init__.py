@@ -47,15 +47,13 @@ class Extra(extras.Extra):
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
         kind = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         terms.set_in(model)
-        if kind != "full" and model.loss_in_head is None:  # else another extra computes it
+        others = model.loss_in_head is not None  # which another extra has set
+        if kind != "full" and not others:
             in_head.use_loss_in_head(model, kind, terms)
-        run.outputs.note(in_head.describe_loss(kind, terms, asked, place))
+        run.outputs.note("loss: that of another extra" if others else in_head.describe_loss(kind, terms, asked, place))
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import chunked, in_head
-
-        if model.loss_in_head is not None:
-            return None
 
         def chunk() -> bool:
             place = in_head.place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision)
@@ -64,4 +62,4 @@ class Extra(extras.Extra):
                 in_head.use_loss_in_head(model, "chunked", chunked.objective_of(run.config))
             return model.loss_in_head is not None
 
-        return "the loss never holds all logits from now on", chunk
+        return None if model.loss_in_head else ("the loss never holds all logits from now on", chunk)

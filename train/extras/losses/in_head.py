@@ -78,9 +78,10 @@ class _Watch(TorchFunctionMode):
     is_used: bool = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        computes = getattr(func, "__name__", "") != "__get__"  # of a property, such as the device
+        found = func(*args, **(kwargs or {}))
+        computes = isinstance(found, Tensor) or getattr(func, "__name__", "") != "__get__"  # not a device or shape
         self.is_used |= computes and any(leaf is t for leaf in tree_leaves((args, kwargs)) for t in self.given)
-        return func(*args, **(kwargs or {}))
+        return found
 
 
 def obstacle_to_chunks(model: nn.Module) -> str | None:
