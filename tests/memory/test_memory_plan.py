@@ -240,11 +240,6 @@ def test_ranks_are_sharded_only_where_it_is_worth_it() -> None:
     predictor = Synthetic(fixed=40 * GIB, launch_seconds=0)
     tight = make_plan(question(24, world_size=4), Predictions(predictor))
     assert tight.best is not None and tight.best.setting.sharding == "fsdp2"
-    # FSDP2 cannot repeat a step that ran out of memory, so its command does not ask for that.
-    repeats = question(24, world_size=4, on_oom="adapt")
-    again = make_plan(repeats, Predictions(Synthetic(fixed=40 * GIB, launch_seconds=0)))
-    assert again.best is not None and again.best.setting == tight.best.setting
-    assert "--on_oom auto" in command(repeats, again.best.setting, [])
     assert len(predictor.jobs) <= 20
     only = replace(question(24, world_size=4), sharding="ddp")
     assert make_plan(only, Predictions(Synthetic(fixed=40 * GIB))).best is None

@@ -275,14 +275,9 @@ class Question:
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer does not work with sharded weights."""
         with suppress(UsageError):
-            extras.check(self._config_for("fsdp2"), Launch(2, engine="fsdp2"))
+            extras.check(self.config, Launch(2, engine="fsdp2"))
             return False
         return True
-
-    def _config_for(self, sharding: str) -> Config:
-        """The configuration; under FSDP2 with ``on_oom: auto``, because a sharded step cannot be repeated."""
-        cannot = sharding in SHARDED_WEIGHTS and self.config.get("on_oom") in ("split", "adapt")
-        return self.config.changed(on_oom="auto") if cannot else self.config
 
     def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
@@ -290,9 +285,8 @@ class Question:
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
-            config = self._config_for(sharding)
-            own_type = config.architecture.dtype != "float32"
-            return None if own_type else automatic_precision(self._launch(sharding), config, has_bf16)[0]
+            own_type = self.config.architecture.dtype != "float32"
+            return None if own_type else automatic_precision(self._launch(sharding), self.config, has_bf16)[0]
         return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
@@ -309,7 +303,6 @@ class Question:
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting`` and the same global batch, by flag."""
         values, wanted = to_values(self.config), {**vars(setting)}  # the sharding is the launcher's, and no flag
-        wanted["on_oom"] = self._config_for(setting.sharding).get("on_oom")
         if values.get("loss") == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
         if values.get("max_tokens_per_micro_batch") is not None:

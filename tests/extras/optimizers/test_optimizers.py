@@ -638,11 +638,6 @@ IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
             "optimizer_in_backward cannot be combined with several .*: gradients .* gradient_accumulation_steps: 1",
         ),
         (IN_BACKWARD_FLAGS, "several micro-batches in a step: gradients cannot be accumulated"),
-        pytest.param(
-            (*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--on_oom", "split"),
-            "on_oom: split: .* on_oom: stop",
-            marks=pytest.mark.skipif("on_oom" not in fields(), reason="train/extras/endurance/ is not here"),
-        ),
         ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--mixed_precision", "fp16"), "fp16: .* bf16"),
     ],
 )

@@ -75,13 +75,9 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where there would be nothing to go back to, or no step can be repeated."""
-        options = config.of(Options)
-        cannot = options.on_oom in ("split", "adapt") and (launch.engine != "ddp" or launch.copies > 1)
-        remedy = "only one process, or DDP, can repeat a step. Give auto or stop"
-        extras.refuse(f"on_oom: {options.on_oom}", (f"{launch} in the launch file", cannot, remedy))
-        if options.max_rollbacks and config.output.save_every_steps is None:
-            raise UsageError(f"max_rollbacks: {options.max_rollbacks} needs save_every_steps: nothing to go back to.")
+        """Raises UsageError where there would be nothing to go back to."""
+        if (most := config.of(Options).max_rollbacks) and config.output.save_every_steps is None:
+            raise UsageError(f"max_rollbacks: {most} needs save_every_steps: nothing to go back to.")
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
@@ -137,13 +133,15 @@ class Extra(extras.Extra):
         from train.extras.endurance.recovery import Recovering
         from train.step import Engine
 
-        on_oom, is_alone = run.config.of(Options).on_oom, run.launch.world_size == 1
+        on_oom, is_alone, launch = run.config.of(Options).on_oom, run.launch.world_size == 1, run.launch
         # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
-        may = on_oom in ("split", "adapt") or (on_oom == "auto" and is_alone and run.launch.engine == "ddp")
-        compiled = not is_alone and (own := run.accelerator.state.dynamo_plugin) and own.backend != DynamoBackend.NO
-        if not may or compiled or type(engine) is not Engine:
-            why = "DDP is compiled" if compiled else "another engine makes the step"
-            run.outputs.note(f"on_oom: {on_oom} does nothing here: {why}" if on_oom in ("split", "adapt") else None)
+        why = f"{launch} cannot repeat a step" if launch.engine != "ddp" or launch.copies > 1 else None
+        if not is_alone and (own := run.accelerator.state.dynamo_plugin) and own.backend != DynamoBackend.NO:
+            why = "DDP is compiled"
+        why = why if type(engine) is Engine else "another engine makes the step"
+        is_asked = on_oom in ("split", "adapt")
+        if why is not None or not (is_asked or (on_oom == "auto" and is_alone)):
+            run.outputs.note(f"on_oom: {on_oom} does nothing here: {why}" if is_asked else None)
             return engine
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
         self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)

@@ -92,13 +92,12 @@ class Extra(extras.Extra):
 
 
 def _check_in_backward(config: Config, launch: Launch) -> None:
-    optim, on_oom = config.optimization, config.get("on_oom")
+    optim = config.optimization
     size, batch_size, norm = optim.micro_batch_size, optim.global_batch_size, optim.max_grad_norm
     is_accumulated = (optim.gradient_accumulation_steps or 1) > 1 or batch_size not in (None, size)
     is_split = is_accumulated or config.get("max_tokens_per_micro_batch") is not None
     one = "gradients cannot be accumulated. Give micro_batch_size and gradient_accumulation_steps: 1"
     late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
-    repeated = "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto"
     summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
     is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
     extras.refuse(
@@ -106,6 +105,5 @@ def _check_in_backward(config: Config, launch: Launch) -> None:
         ("several micro-batches in a step", is_split, one),
         (f"max_grad_norm: {norm}", norm is not None, f"{late}; max_grad_value may be set"),
         ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
-        (f"on_oom: {on_oom}", on_oom in ("split", "adapt"), repeated),
         (f"{launch.world_size} processes", launch.world_size > 1, summed),
     )
