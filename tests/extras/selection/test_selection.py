@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -89,7 +92,38 @@ def test_a_default_metric_that_a_task_of_ones_own_forgot_to_change_is_told_befor
         prepared(task="sequence_classification")
 
 
-def test_the_checkpoint_of_the_best_stays() -> None:
-    extra, run = prepared()
+def test_the_checkpoint_of_the_best_stays(tmp_path: Path) -> None:
+    extra, run = prepared(output_dir=str(tmp_path))
     assert extra.keep(run, {3, 4}, Progress(step=4, best_step=4)) == {3, 4}
     assert extra.keep(run, {3, 4}, Progress(step=4, best_step=2)) == {2, 3, 4}
+
+
+@pytest.mark.parametrize(("grows", "left"), [(False, [2, 3, 4, 5]), (True, [5, 4, 3, 2])])
+def test_a_best_whose_checkpoint_failed_leaves_the_next_best_that_is_on_the_disk(
+    grows: bool, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, run = prepared(
+        output_dir=str(tmp_path), load_best_model_at_end=True, eval_every_steps=1, greater_is_better=grows
+    )
+    losses = {1: 9.0, 2: 0.4, 3: 0.5, 4: 0.6, 5: 0.7, 6: 0.1 if not grows else 0.9, 7: None}
+    rows = [{"kind": "evaluation", "step": step, "loss": loss, "data": "abc"} for step, loss in losses.items()]
+    rows.append({"kind": "evaluation", "step": 3, "loss": 0.0 if not grows else 1.0, "data": "others"})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    progress = Progress(step=7, best_step=6)  # whose checkpoint could not be written
+    for step in (2, 3, 4, 5, 7):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert extra.keep(run, {7}, progress) == {6, 7, left[0]}
+
+    damaged = {left[0], left[2]}
+    monkeypatch.setattr(
+        "train.checkpoint.verify",
+        lambda path: "damaged" if int(path.name[5:]) in damaged or not path.exists() else None,
+    )
+    run.outputs.note = Mock()
+    assert extra.final_step(run, progress) == left[1]
+    said = [call.args[0] for call in run.outputs.note.call_args_list]
+    assert [line.partition(" cannot")[0] for line in said] == [
+        f"the best checkpoint, of step {step}," for step in (6, left[0])
+    ]
+    damaged |= {2, 3, 4, 5, 7}
+    assert extra.final_step(run, progress) is None

@@ -92,10 +92,9 @@ class Extra(extras.Extra):
 
 
 def _check_in_backward(config: Config, launch: Launch) -> None:
-    optim = config.optimization
-    size, batch_size, norm = optim.micro_batch_size, optim.global_batch_size, optim.max_grad_norm
-    is_accumulated = (optim.gradient_accumulation_steps or 1) > 1 or batch_size not in (None, size)
-    is_split = is_accumulated or config.get("max_tokens_per_micro_batch") is not None
+    optim, norm = config.optimization, config.optimization.max_grad_norm
+    is_split = (optim.gradient_accumulation_steps or 1) > 1 or config.get("max_tokens_per_micro_batch") is not None
+    is_split |= optim.global_batch_size not in (None, optim.micro_batch_size)
     one = "gradients cannot be accumulated. Give micro_batch_size and gradient_accumulation_steps: 1"
     late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
     summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"

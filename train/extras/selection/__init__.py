@@ -132,7 +132,15 @@ class Extra(extras.Extra):
         return patience is not None and progress.evaluations_without_improvement >= patience
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
-        return kept | {progress.best_step or 0}
+        """The best step, too; if its checkpoint could not be written, the best of those that are there."""
+        is_there = (best := progress.best_step) is None or best in run.outputs.steps()
+        return kept | {best or 0, *(() if is_there else self._best_first(run)[:1])}
+
+    def _best_first(self, run: Run) -> list[int]:
+        """Evaluated steps whose checkpoints are there, as the log has them."""
+        name, there, rows = self._metric, run.outputs.steps(), read_metrics(run.outputs.metrics)
+        known = {r["step"]: r[name] for r in rows if r.get("data") == self._data and r.get(name) is not None}
+        return sorted((step for step in known if step in there), key=lambda step: known[step], reverse=self._grows)
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """Tells why a run ends before its last step, and which weights ``final/`` gets."""
@@ -143,16 +151,21 @@ class Extra(extras.Extra):
             run.outputs.note(f"final/ has the best weights, of step {chosen}")
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
-        """The best, if its checkpoint is intact; else a note. UserError where that cannot be read just now."""
+        """The best whose checkpoint is intact; a note on those that are not. UserError where one cannot be read now."""
         from train.checkpoint import verify
 
         outputs, best = run.outputs, progress.best_step
         if best is None or not run.config.of(Options).load_best_model_at_end:
             return None
-        is_made = outputs.is_complete(progress.step, best)  # final/ has these weights already
-        if why := not is_made and outputs.from_main(lambda: verify(outputs.checkpoints / f"step-{best:08d}")):
-            outputs.note(f"the best checkpoint, of step {best}, cannot be used ({why}): final/ has the last weights")
-        return None if why else best
+
+        def choose() -> int | None:
+            for step in dict.fromkeys([best, *self._best_first(run)]):
+                if (why := verify(outputs.checkpoints / f"step-{step:08d}")) is None:
+                    return step
+                outputs.note(f"the best checkpoint, of step {step}, cannot be used ({why}): the next best is taken")
+            return None
+
+        return best if outputs.is_complete(progress.step, best) else outputs.from_main(choose)  # final/ has it already
 
 
 def load_metric(name: str, num_classes: int) -> Any:
