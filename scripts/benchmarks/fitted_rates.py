@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/fitted_rates.py          # some minutes, on any machine; prints, changes nothing
 
-Reads docs/results/memory_accuracy-nvidia-h200.json. Each of its steps in half precision is predicted once, operator by
-operator; a grid over the shares then finds those with which estimates are closest to what was measured (least squares
-of the logarithms). ``train/memory/kernels.py`` has those in use.
+Reads docs/results/memory_accuracy-nvidia-h200.json. Each of its steps is predicted once, operator by operator; a grid
+over the shares then finds those with which estimates of the steps in half precision are closest to what was measured
+(least squares of the logarithms). ``train/memory/kernels.py`` has those in use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Step(NamedTuple):
 
     case: str
     seconds: float
+    is_half: bool  # of the others only the estimate is shown
     operators: list[tuple[bool, float, float, int]]
 
 
 def timed_steps() -> list[Step]:
-    """Those in half precision, predicted in this process."""
+    """The steps of the file, predicted in this process."""
     from scripts.benchmarks.accuracy_cases import large_cases, title
     from train.memory import kernels, trial
     from train.memory.devices import find_device
@@ -48,16 +49,18 @@ def timed_steps() -> list[Step]:
 
     def add(self: kernels.Costs, flops: float, traffic: float, dtype: Any, repeats: int, reached: float) -> None:
         rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
-        is_attention = reached == kernels.REACHED_ATTENTION_FLOPS
-        operators.append((is_attention, flops / rate, traffic / self.bytes_per_second, repeats))
+        is_attention = reached in (kernels.REACHED_ATTENTION_FLOPS, kernels.REACHED_FP32_ATTENTION_FLOPS)
+        computing = flops / rate * (kernels.REACHED_ATTENTION_FLOPS / reached if is_attention else 1)
+        operators.append((is_attention, computing, traffic / self.bytes_per_second, repeats))
 
     steps = list[Step]()
     with patch.object(kernels.Costs, "add", add):
         for case in large_cases(find_device("h200")):
-            if title(case) in timed and case.values["mixed_precision"] != "no":
+            if title(case) in timed:
                 operators = []
                 trial.predict(case)
-                steps.append(Step(title(case), timed[title(case)], operators))
+                is_half = case.values["mixed_precision"] != "no" or case.values.get("dtype") == "bfloat16"
+                steps.append(Step(title(case), timed[title(case)], is_half, operators))
     return steps
 
 
@@ -91,8 +94,9 @@ def main() -> int:
     from train.memory import kernels
 
     steps = timed_steps()
+    fitted = [step for step in steps if step.is_half]
     in_use = (kernels.REACHED_FLOPS, kernels.REACHED_ATTENTION_FLOPS, kernels.REACHED_BANDWIDTH, kernels.LAUNCH_SECONDS)
-    best = best_shares(steps, in_use)
+    best = best_shares(fitted, in_use)
     table = harness.Table(("step", "measured, s", "÷ estimated, in use", "÷ estimated, best"), "lrrr")
     rows = [
         (step.case, f"{step.seconds:.3f}", *(f"{step.seconds / estimated(step, each):.2f}" for each in (in_use, best)))
@@ -100,7 +104,7 @@ def main() -> int:
     ]
     print("\n".join(table.lines(rows)))
     for name, shares in (("in use", in_use), ("best", best)):
-        off = 100 * math.sqrt(distance(steps, shares))
+        off = 100 * math.sqrt(distance(fitted, shares))
         print(f"{name}: {', '.join(f'{share:g}' for share in shares)}; off by {off:.0f} % in the mean")
     sys.stdout.flush()
     os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables

@@ -59,6 +59,19 @@ def test_heads_that_share_keys_compute_as_much(kernel: str) -> None:
     assert attention(kernel, HEADS // 4)[0].flops == attention(kernel, HEADS)[0].flops
 
 
+@pytest.mark.parametrize(("has_bf16", "times"), [(True, 0.5 / 0.033 / 2), (False, 1)])
+def test_attention_in_fp32_multiplies_three_times_in_tf32_where_the_card_has_it(has_bf16: bool, times: float) -> None:
+    """CUTLASS's kernel, with and without TF32 for other products; a T4 has neither TF32 nor bf16."""
+    q = torch.empty(1, 1, 512, 4096)
+    seconds = list[float]()
+    for own in (True, False):
+        rates = {torch.float32: 1e9, torch.float16: 2e9} | ({torch.bfloat16: 2e9} if has_bf16 and own else {})
+        costs = Costs(rates, 1e18)
+        costs.count(torch.ops.aten._scaled_dot_product_efficient_attention.default, (q, q, q), {}, q)
+        seconds.append(costs.seconds)
+    assert seconds[0] / seconds[1] == pytest.approx(times)
+
+
 V100, T4, A100, ORIN, RTX_4090, H100 = (7, 0), (7, 5), (8, 0), (8, 7), (8, 9), (9, 0)
 B200, B300, RTX_5090, SPARK, UNKNOWN = (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -54,6 +54,7 @@ CUDNN = torch.backends.cudnn.version() or (92400 if RELEASE >= (2, 14) else 9190
 CUDNN_FIRST = CUDNN > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 # Shares of the published rates that large kernels reach, as steps on an H200 showed (docs/results/memory_accuracy-*):
 REACHED_FLOPS, REACHED_ATTENTION_FLOPS, REACHED_BANDWIDTH = 0.7, 0.5, 0.65
+REACHED_FP32_ATTENTION_FLOPS = 0.033  # of bf16's rate: CUTLASS multiplies three times in TF32, with or without TF32 on
 LAUNCH_SECONDS = 1e-5  # least time of an operator: Python and autograd launching its kernel
 
 
@@ -77,15 +78,17 @@ class Costs:
         is_between_devices = func is aten.copy_.default and len({t.device.type for t in inputs}) > 1
         if not outputs or outputs[0].device.type == "meta" or is_between_devices:  # the plan adds waiting for the host
             return
-        flops, reached, formula = 0.0, REACHED_FLOPS, flop_registry.get(func.overloadpacket)
+        flops, reached, formula, dtype = 0.0, REACHED_FLOPS, flop_registry.get(func.overloadpacket), outputs[0].dtype
         if func.namespace == "torch_attn" or (formula is not None and "_scaled_dot_product" in func._schema.name):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False), **kwargs)
             flops, reached = _attention_flops(func._schema.name, given), REACHED_ATTENTION_FLOPS
+            if dtype == torch.float32 and torch.bfloat16 in self.flops_per_second:  # since Ampere
+                dtype, reached = torch.bfloat16, REACHED_FP32_ATTENTION_FLOPS
         elif formula is not None:
             flops = float(formula(*args, **kwargs, out_val=result))
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        self.add(flops, traffic, outputs[0].dtype, repeats, reached)
+        self.add(flops, traffic, dtype, repeats, reached)
 
     def add(self, flops: float, traffic: float, dtype: torch.dtype, repeats: int, reached: float) -> None:
         """Adds a kernel ``repeats`` times: in ``dtype`` at a share of its rate, moving ``traffic`` bytes."""

@@ -40,9 +40,8 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
     from train.extras.weightless import LIMIT, skipped_positions
 
     if model_type not in CONFIG_MAPPING:
-        raise UserError(
-            f"model_config: transformers has no model_type {model_type}.{meant(model_type, CONFIG_MAPPING)}"
-        )
+        close = meant(model_type, CONFIG_MAPPING)
+        raise UserError(f"model_config: transformers has no model_type {model_type}.{close}")
     known = AutoConfig.for_model(model_type)
     if unknown := sorted(fields.keys() - (read := read_fields(known, task))):
         raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.{meant(unknown[0], read)}")

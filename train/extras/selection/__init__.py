@@ -180,7 +180,5 @@ def load_metric(name: str, num_classes: int) -> Any:
         metric.compute(predictions=classes, references=classes)
         return metric
     except Exception as error:  # metric scripts fail in their own ways
-        raise UserError(
-            f"metrics: {name!r} cannot be used: {one_line(error)} Metrics on the Hub need a "
-            "connection; accuracy, macro F1 and the confusion matrix are computed without one."
-        ) from None
+        offline = "Metrics on the Hub need a connection; accuracy, macro F1 and the confusion matrix do not."
+        raise UserError(f"metrics: {name!r} cannot be used: {one_line(error)} {offline}") from None
