@@ -7,6 +7,7 @@ as recipes/qwen3_0.6b_chat_t4.yaml does. The tokenizer needs a chat template, wh
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from datasets.config import HF_DATASETS_CACHE
 from torch import Tensor
 
+from train.checkpoint import digest
 from train.config import Config
 from train.records import IGNORE, UsageError, UserError, one_line
 from train.tasks import Tokenizer, causal_lm
@@ -56,9 +59,12 @@ def _load(path: str, split: str) -> datasets.Dataset:
     file = Path(path).expanduser()
     try:
         if file.is_file():  # all of it is its split train
-            found: Any = datasets.load_dataset(KINDS[file.suffix], data_files={"train": str(file)}, split=split)
+            options: Any = {"data_files": {"train": str(file)}, "cache_dir": cache_for(file)}
+            found: Any = datasets.load_dataset(KINDS[file.suffix.lower()], **options, split=split)
+        elif file.is_dir():
+            found = datasets.load_dataset(str(file), cache_dir=cache_for(file), split=split)
         else:
-            found = datasets.load_dataset(str(file) if file.is_dir() else path, split=split)
+            found = datasets.load_dataset(path, split=split)
     except Exception as error:  # of many libraries
         why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
         give = "Give a .jsonl, .json or .parquet file, a folder of them, or a name on the Hub"
@@ -71,13 +77,23 @@ def _load(path: str, split: str) -> datasets.Dataset:
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
 
 
+def cache_for(path: Path) -> str:
+    """A cache folder for this content of a file or folder: 🤗 Datasets itself looks at the time of a file alone."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    contents = hashlib.sha256("".join(f"{file} {digest(file)}\n" for file in files).encode(errors="backslashreplace"))
+    return str(Path(HF_DATASETS_CACHE, f"content-{contents.hexdigest()[:32]}"))
+
+
 def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``messages`` and ``tools`` of one row; raises UserError where it has no messages, or unusual ones."""
+    """``messages`` and ``tools`` of one row; raises UserError where it has no messages, or unusual ones.
+
+    Without a prompt or its completion there are no messages. Columns that only other rows of a file have are None.
+    """
     names = [name for name in ("messages", "conversations") if name in row]
-    found = row[names[0]] or [] if names else None
-    if {"prompt", "completion"} <= row.keys() and not names:
-        found = []
-        for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
+    found = next((row[name] for name in names if row[name] is not None), [] if names else None)
+    if {"prompt", "completion"} <= row.keys() and not found:
+        found, parts = [], (("user", row["prompt"]), ("assistant", row["completion"]))
+        for role, part in parts if row["prompt"] and row["completion"] else ():
             found += part if isinstance(part, list) else [{"role": role, "content": part}]
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         columns = ", ".join(row)
@@ -97,7 +113,7 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``role``, ``content`` as text, and other keys that have a value."""
     message = {NAMES.get(key, key): value for key, value in found.items() if value is not None}
-    role = message["role"] = ROLES.get(message.get("role", ""), message.get("role"))
+    role = message["role"] = ROLES.get(str(message.get("role")), message.get("role"))
     if role not in KNOWN:
         raise UserError(f"{where}: a message of the role {role!r}: rename it to one of {', '.join(KNOWN)}.")
     content = message.get("content", "")
@@ -113,7 +129,7 @@ class Task(causal_lm.Task):
     """A document is a conversation as JSON; one that is longer than ``max_length`` loses its end.
 
     Targets are the assistant's messages, as the template writes them after the prompt for an answer: with the mark for
-    their end. A message with ``weight: 0`` is not a target.
+    their end. A message with ``weight: 0`` is not a target, nor is one that says and calls nothing.
     """
 
     title = "chat"
@@ -146,7 +162,8 @@ class Task(causal_lm.Task):
             if not after.startswith(written):
                 yield from self._example(written, spans, tokenizer)
                 spans = []
-            spans += [(start, len(after))] if message.get("weight", 1) else []
+            says = message["content"].strip() or message.keys() - {"role", "content", "weight"}
+            spans += [(start, len(after))] if says and message.get("weight", 1) else []
             written = after
         yield from self._example(written, spans, tokenizer)
 

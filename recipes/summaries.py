@@ -7,6 +7,7 @@ Use it with ``task: recipes/summaries.py:Task``, ``dataset: recipes/summaries.py
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from datasets.config import HF_DATASETS_CACHE
 from torch import Tensor
 
 from train import tasks
+from train.checkpoint import digest
 from train.config import Config
 from train.records import IGNORE, MicroBatch, UsageError, UserError, one_line
 
@@ -57,9 +60,15 @@ def _load(options: Options, split: str) -> datasets.Dataset:
     path, columns = Path(options.path).expanduser(), {"document": options.document, "summary": options.summary}
     try:
         if path.is_file():
-            found: Any = datasets.load_dataset(KINDS[path.suffix], data_files={"train": str(path)}, split=split)
+            kind, own = KINDS[path.suffix.lower()], {"data_files": {"train": str(path)}, "cache_dir": cache_for(path)}
+            # 007 and None in a table stay the texts that they are.
+            plain = {"converters": dict.fromkeys(columns.values(), str), "keep_default_na": False}
+            own |= plain if kind == "csv" else {}
+            found: Any = datasets.load_dataset(kind, **own, split=split)
+        elif path.is_dir():
+            found = datasets.load_dataset(str(path), cache_dir=cache_for(path), split=split)
         else:
-            found = datasets.load_dataset(str(path) if path.is_dir() else options.path, split=split)
+            found = datasets.load_dataset(options.path, split=split)
     except Exception as error:  # of many libraries
         why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
         give = "Give a .jsonl, .json, .csv or .parquet file, a folder of them, or a name on the Hub"
@@ -68,11 +77,21 @@ def _load(options: Options, split: str) -> datasets.Dataset:
         names = ", ".join(found.column_names)
         raise UserError(f"{options.path}: no column {missing[0]!r}; the columns are {names}.")
 
-    def as_text(row: Any) -> dict[str, str]:
-        found = {name: "" if row[column] is None else str(row[column]) for name, column in columns.items()}
-        return {"text": json.dumps(found, ensure_ascii=False) if all(found.values()) else ""}
+    def as_text(row: Any, number: int) -> dict[str, str]:
+        found = {name: row[column] or "" for name, column in columns.items()}
+        if other := next((name for name in columns if not isinstance(found[name], str)), None):
+            kind = type(found[other]).__name__
+            raise UserError(f"{options.path}, row {number}: {columns[other]!r} holds {kind}; it has to be text.")
+        return {"text": json.dumps(found, ensure_ascii=False) if all(map(str.strip, found.values())) else ""}
 
-    return found.map(as_text, remove_columns=found.column_names, desc="Reading summaries")
+    return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading summaries")
+
+
+def cache_for(path: Path) -> str:
+    """A cache folder for this content of a file or folder: 🤗 Datasets itself looks at the time of a file alone."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    contents = hashlib.sha256("".join(f"{file} {digest(file)}\n" for file in files).encode(errors="backslashreplace"))
+    return str(Path(HF_DATASETS_CACHE, f"content-{contents.hexdigest()[:32]}"))
 
 
 class Task(tasks.Task):

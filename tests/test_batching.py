@@ -335,10 +335,19 @@ def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
 def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
         arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
-        longest = longest_of(Batches(examples(), of_tokens(max_tokens), arithmetic, 0, 5)).labels.numel()
+        longest = longest_of(Batches(examples(), of_tokens(max_tokens), arithmetic, 0, 5))[0].labels.numel()
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
+
+
+def test_the_micro_batch_of_most_pairs_of_tokens_is_a_candidate_where_it_is_not_that_of_most_tokens() -> None:
+    """Attention may keep a score for each pair: one text of 1,990 tokens has more of them than eight of 256."""
+    lengths, rounds = np.array([256] * 20 + [1990, 250]), TokenRounds(2048)
+    most, pairs = rounds.longest(lengths, BatchArithmetic(1, 10, 1))
+    assert [lengths[i] for i in most] == [256] * 7 + [250]  # padded, as others are
+    assert [lengths[i] for i in pairs] == [1990]
+    assert len(rounds.longest(np.array([64] * 40), BatchArithmetic(1, 10, 1))) == 1
 
 
 def test_what_a_step_by_tokens_is_made_of_is_said_in_words() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support import ACCELERATE_LAUNCH, ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.launch import Launch, accelerator_options, read_launch
+from train.launch import Launch, accelerator_options, read_launch, shard_by_layer
 from train.records import EXIT_ERROR
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -77,3 +80,27 @@ def test_the_file_of_one_gpu_leaves_cards_and_precision_to_the_user(tmp_path: Pa
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "3"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.stdout.split(), done.returncode) == (["3", "no"], 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "loads_by_itself"),
+    [
+        ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}, True),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, False),
+    ],
+)
+def test_accelerate_loads_no_model_with_a_persistent_buffer(
+    model_type: str, options: dict[str, Any], loads_by_itself: bool
+) -> None:
+    """It takes each entry of the state for a sharded parameter. deepseek_v3's routers have a buffer."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes, num_attention_heads=2, **options)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=None)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    shard_by_layer(
+        SimpleNamespace(is_fsdp2=True, state=state, gradient_state=SimpleNamespace(plugin_kwargs={})), network
+    )
+    assert plugin.cpu_ram_efficient_loading is loads_by_itself
+    assert plugin.transformer_cls_names_to_wrap == [type(network.model.layers[0]).__name__]

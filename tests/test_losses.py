@@ -610,6 +610,12 @@ def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -
         assert torch.equal(scores.predictions, model(**batch()[0]).logits.argmin(-1))
 
 
+def test_a_cast_of_logits_to_the_type_that_they_have_is_no_use_of_them() -> None:
+    """mamba writes lm_head(x).float()."""
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    assert obstacle_to_chunks(transformers.MambaForCausalLM(config)) is None
+
+
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
     model = network("llama")
     model.model.eval()

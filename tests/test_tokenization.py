@@ -16,6 +16,7 @@ from typing import Any, cast
 import datasets
 import datasets.config
 import multiprocess
+import numpy as np
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
@@ -203,8 +204,20 @@ def test_many_unknown_tokens_are_warned_of() -> None:
 
     assert notes("a rose is", "is a") == []
     [note] = notes("a rose is", "a tulip is")
-    assert note.startswith("WARNING: 20.0% of the tokens for validation are unknown.")  # two marks, three words
+    assert note.startswith("WARNING: in the mean 20.0% of an example for validation are unknown tokens.")
     assert notes("漢字", "漢字", "train:300") == []
+
+
+def test_texts_that_are_one_unknown_token_are_warned_of_next_to_long_ones() -> None:
+    """Of all tokens they are few."""
+    tokenizer = tokenizer_of("words", ["a rose is a rose is a rose is a rose"])
+    documents = datasets.Dataset.from_dict({"text": ["漢字漢字漢字漢字", "a rose is " * 40] * 3})
+    examples = tokenize(Corpus("roses", {"train": documents}), causal_lm.Task(configured(max_length=400)), tokenizer)
+    rows: Any = examples["train"].with_format("numpy")
+    share = np.mean(np.concatenate(rows["tokens"][:]) == tokenizer.unk_token_id)
+    assert share < 0.01
+    [note] = own_tokenizers.warnings_of_unknown(examples, tokenizer)
+    assert "in the mean 16.7% of an example" in note  # of one example a third, of the other nothing
 
 
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:

@@ -35,15 +35,12 @@ def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
     steps, rest = divmod(total, size * world_size)
     if rest:
         near = f"{total - rest} or {total - rest + size * world_size}" if steps else f"{size * world_size}"
-        raise UsageError(
-            f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es): "
-            f"{near} would be, or another {'number of processes' if total % world_size else 'micro_batch_size'}."
-        )
+        other = "number of processes" if total % world_size else "micro_batch_size"
+        what = f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es)"
+        raise UsageError(f"{what}: {near} would be, or another {other}.")
     if accumulation not in (None, steps):
-        raise UsageError(
-            f"gradient_accumulation_steps: {accumulation} contradicts global_batch_size {total} = micro_batch_size "
-            f"{size} × {steps} × {world_size} process(es). Give one of the two."
-        )
+        product = f"global_batch_size {total} = micro_batch_size {size} × {steps} × {world_size} process(es)"
+        raise UsageError(f"gradient_accumulation_steps: {accumulation} contradicts {product}. Give one of the two.")
     return BatchArithmetic(size, steps, world_size)
 
 

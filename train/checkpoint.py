@@ -50,10 +50,9 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
         raise unreadable(checkpoint, error) from None
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(
-            f"{checkpoint} is intact but cannot be read ({reason}): another model, version or program wrote it. "
-            "Give the old model, another --output_dir, or start from scratch with --resume never."
-        ) from None
+        what = f"{checkpoint} is intact but cannot be read ({reason}): another model, version or program wrote it"
+        remedy = "Give the old model, another --output_dir, or start from scratch with --resume never"
+        raise UserError(f"{what}. {remedy}.") from None
 
 
 def by_step(folder: Path) -> dict[int, Path]:
@@ -76,10 +75,8 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, problems
         problems.append(f"{checkpoint.name}: {problem}")
     if problems:
-        raise UserError(
-            f"no checkpoint in {folder} is intact ({'; '.join(problems)}). Restore one from a copy, or start from "
-            "scratch with --resume never."
-        )
+        remedy = "Restore one from a copy, or start from scratch with --resume never"
+        raise UserError(f"no checkpoint in {folder} is intact ({'; '.join(problems)}). {remedy}.")
     return None, []
 
 

@@ -106,9 +106,10 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
     # Gradients kept whole on every rank between micro-batches would undo what sharding saved.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     plugin = accelerator.state.fsdp_plugin
-    if not hasattr(network, "_from_config"):  # not of transformers: it would be untied, and may have no buffers
+    uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))  # an embedding and the head
+    # accelerate's loading would untie a model that is not of transformers, and takes persistent buffers for parameters.
+    if not hasattr(network, "_from_config") or len(network.state_dict()) > uses.total():
         plugin.cpu_ram_efficient_loading = False
     if not plugin.transformer_cls_names_to_wrap:
-        uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))  # an embedding and the head
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))

@@ -203,10 +203,8 @@ def _filled(tensor: Tensor, blocks: StoredBlocks, section: str, name: str) -> Te
     """``tensor`` with its part of the stored one; raises UserError if that is of another shape."""
     whole = tuple(blocks.index[section].get(name, {"shape": tensor.shape})["shape"])
     if whole != tuple(tensor.shape):
-        raise UserError(
-            f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "
-            "settings, or start from scratch with --resume never."
-        )
+        what = f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model"
+        raise UserError(f"{what}: give the old settings, or start from scratch with --resume never.")
     if (held := _held(tensor)) is not None:
         held[0].copy_(blocks.block(section, name, held[1], tuple(held[0].shape)))
     return tensor

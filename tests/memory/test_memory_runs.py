@@ -190,6 +190,44 @@ def test_the_evaluation_that_is_predicted_is_the_one_that_is_made(
     assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
 
 
+BERT = {"model_type": "bert", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 128, "max_position_embeddings": 1024}
+OF_BERT = ("--task", "sequence_classification", "--model_config", json.dumps(BERT), "--tokenizer", "bytes")
+
+
+@pytest.mark.parametrize("lengths", [[980, 120, 110, 100, 90], [1200, 1200, 1200, 1200, 300]], ids=["vary", "cut"])
+def test_an_evaluation_is_predicted_and_rehearsed_with_a_mask_if_it_may_have_one(
+    run_main: Run, tmp_path: Path, lengths: list[int]
+) -> None:
+    """A micro-batch of one example has none; nor has the first of several, where the longest are cut to one length."""
+    rows = [{"text": "x" * length, "label": "ab"[n % 2]} for n, length in enumerate(lengths * 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*OF_BERT, "--dataset", tmp_path / "rows.jsonl", "--validation_dataset", tmp_path / "more.jsonl"]
+    (tmp_path / "more.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+    flags += ["--max_length", 512, "--eval_batch_size", 3, "--max_steps", 1, "--attn_implementation", "eager"]
+    flags += ["--predict_memory", True, "--mixed_precision", "no", "--output_dir", tmp_path / "run"]
+    done = run_main(*flags)
+    assert done.returncode == 0, done.stderr
+    found = summary_of(tmp_path / "run")
+    assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.002)
+
+
+def test_a_budget_of_tokens_rehearses_and_predicts_the_micro_batch_that_takes_most(
+    run_main: Run, tmp_path: Path
+) -> None:
+    """Of a model that keeps its scores the one with the longest text, not the one with the most tokens."""
+    rows = [{"text": "x" * (126 if n else 980), "label": "ab"[n % 2]} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*OF_BERT, "--dataset", tmp_path / "rows.jsonl", "--max_length", 1024, "--max_tokens_per_micro_batch", 1024]
+    flags += ["--attn_implementation", "eager", "--global_batch_size", 10, "--max_steps", 4, "--max_eval_samples", 1]
+    flags += ["--predict_memory", True, "--mixed_precision", "no", "--output_dir", tmp_path / "run"]
+    done = run_main(*flags)
+    assert done.returncode == 0, done.stderr
+    found = summary_of(tmp_path / "run")
+    assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.002)
+    assert "the longest step (8 × 128 and 1 × 982 tokens) peaks at" in done.stdout
+
+
 def test_a_test_split_of_longer_texts_is_predicted_and_rehearsed(
     llama_recipe: Path, run_main: Run, tmp_path: Path
 ) -> None:
@@ -382,7 +420,7 @@ def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> N
             Extra.check(config, launch)
     found = NextToACard(monkeypatch, 2**40, launch=launch)
     found.session.ask()
-    assert not found.jobs and found.session._asked is None
+    assert not found.jobs and not found.session._asked
 
 
 def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -435,7 +473,7 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="none", loss="full", eval_batch_size=16)
     monkeypatch.setattr(session, "Predictor", Predictor)
     asked = Job(to_values(found.run.config), Target("cuda"), 300, 8, 64, eval_batch_size=16)
-    found.session._asked = asked
+    found.session._asked = [asked]
     error = torch.OutOfMemoryError(MESSAGE)
     error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # pyright: ignore
     text = found.session.explain(error)
@@ -457,7 +495,7 @@ def test_ranks_that_share_a_sequence_rehearse_as_often_as_they_accumulate(
     found = NextToACard(monkeypatch, 2**40, "cpu", launch, global_batch_size=accumulation, rehearse=True)
     ids = torch.ones(1, 64, dtype=torch.long)
     longest = MicroBatch({"input_ids": ids}, ids, 64, (0,), 64)
-    monkeypatch.setattr(session, "longest_of", lambda batches: longest)
+    monkeypatch.setattr(session, "longest_of", lambda batches: [longest])
     monkeypatch.setattr(session, "rehearse", lambda run, parts, batches: rehearsed.append(len(batches)))
     monkeypatch.setattr(found.session._predictor, "close", lambda: None, raising=False)
     found.session.ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,53 @@ def test_conversations_of_every_kind(
     assert [json.loads(text)["messages"] for text in found["train"]["text"]] == [expected, expected]
 
 
+def test_rows_of_several_kinds_in_a_file_are_all_read_and_one_without_an_answer_is_empty(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """Columns that only other rows have are None."""
+    rows: list[dict[str, Any]] = [
+        {"messages": [QUESTION, ANSWER]},
+        {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}]},
+        {"prompt": "two?", "completion": "2"},
+        {"prompt": "two?", "completion": None},
+        {"prompt": "", "completion": "2"},
+    ]
+    found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
+    assert [json.loads(text)["messages"] for text in found[:3]] == [[QUESTION, ANSWER]] * 3
+    assert found[3:] == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_a_file_with_other_content_of_the_same_time_is_read_again(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str
+) -> None:
+    recipe, folder = load_recipe(name), tmp_path / "rows"
+    folder.mkdir()
+    for path in (folder / "rows.jsonl", folder):
+        seen = []
+        for said in ("one", "two", "two and more"):
+            row = {"prompt": "?", "completion": said, "document": "long", "summary": said}
+            written(folder / "rows.jsonl", row)
+            os.utime(folder / "rows.jsonl", (1e9, 1e9))
+            seen += [said in text for text in documents(recipe, path=str(path))["train"]["text"]]
+        assert seen == [True] * 3
+
+
+def test_summaries_are_texts_as_they_are_in_the_file(load_recipe: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    recipe = load_recipe("summaries")
+    (tmp_path / "rows.csv").write_text("document,summary,other\n007,2020-01-01,1\nNA,None,2\nlong, ,3\nlong,,4\n")
+    found = documents(recipe, path=str(tmp_path / "rows.csv"))["train"]["text"]
+    assert [json.loads(text or "null") for text in found] == [
+        {"document": "007", "summary": "2020-01-01"},
+        {"document": "NA", "summary": "None"},
+        None,
+        None,
+    ]
+    path = written(tmp_path / "rows.jsonl", {"document": "a", "summary": ["b"]})
+    with pytest.raises(UserError, match=r"row 0: 'summary' holds list; it has to be text"):
+        documents(recipe, path=str(path))
+
+
 def test_tools_come_along_and_conversations_without_a_message_are_empty(
     load_recipe: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
@@ -83,6 +131,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
         ({"messages": ["two?"]}, "row 0: no messages"),
         ({"messages": [QUESTION], "tools": "search"}, "row 0: its tools are not JSON"),
         ({"messages": [{"content": "two?"}]}, "row 0: a message of the role None: rename it to one of system, "),
+        ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 0: a message of the role \['user'\]: rename it"),
         ({"conversations": [{"from": "bot", "value": "2"}]}, "row 0: a message of the role 'bot': rename it"),
         ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 0: .* user has a content"),
     ],
@@ -170,6 +219,8 @@ def test_what_the_assistant_says_is_the_target(load_recipe: Callable[[str], Modu
     assert examples(recipe, [say("hi"), ask("a")]) == [] == examples(recipe, [ask("a")])
     # Weights, tools, and an answer whose beginning is one token with the end of the prompt.
     assert examples(recipe, [ask("a"), say("1", weight=0), ask("b"), say("2")])[0][0].count("[") == 1
+    assert examples(recipe, [ask("a"), say(" "), ask("b"), say("2")])[0][0].count("[") == 1
+    assert examples(recipe, [ask("a"), say("", tool_calls=[{"function": {"name": "f"}}])])[0][0].count("[") == 1
     assert examples(recipe, two, tools=[{"name": "f"}])[0][0].startswith("[f]<|user|>")
     joined = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>t{% endif %}").replace(
         "{{ m.content }}", "{{ 't' if m.role == 'assistant' }}{{ m.content }}"

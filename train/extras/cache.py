@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from datasets import Dataset, Features, config
 from datasets.arrow_writer import ArrowWriter
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from train.checkpoint import digest
@@ -23,6 +23,7 @@ from train.figures import write_whole
 from train.records import UserError
 from train.tasks import Task
 
+SECONDS_UNTIL_TOLD = 5.0  # that it waits for another run
 ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
 logger = logging.getLogger(__name__)
@@ -69,18 +70,25 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
     kept, lock = Path(f"{cache}.digests"), Path(f"{cache}.lock")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(lock).acquire()
+        try:
+            held = FileLock(lock).acquire(timeout=SECONDS_UNTIL_TOLD)
+        except Timeout:
+            logger.warning("waiting for another run, which makes the same: %s", cache)
+            held = FileLock(lock).acquire()
+        with held:
+            known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
+            if known != digests():
+                if known:
+                    logger.warning("cached data was damaged and is made again: %s", cache)
+                for path in set(cache.parent.glob(f"{cache.name}*")) - {lock}:
+                    path.unlink()
+            dataset = make()
+            if not kept.exists():
+                write_whole(kept, digests())
+        return dataset
     except OSError as error:
-        remedy = "Name a folder that can be written with HF_DATASETS_CACHE, or with HF_HOME for all downloads"
+        place = Path(error.filename or cache)
+        if not cache.is_relative_to(place) and not place.is_relative_to(cache.parent):  # a file that make() reads
+            raise
+        remedy = "Name a folder that can be written, and has room, with HF_DATASETS_CACHE, or HF_HOME for all downloads"
         raise UserError(f"{cache.parent}: data cannot be cached there: {error.strerror}. {remedy}.") from None
-    with held:
-        known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
-        if known != digests():
-            if known:
-                logger.warning("cached data was damaged and is made again: %s", cache)
-            for path in set(cache.parent.glob(f"{cache.name}*")) - {lock}:
-                path.unlink()
-        dataset = make()
-        if not kept.exists():
-            write_whole(kept, digests())
-    return dataset

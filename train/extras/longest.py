@@ -1,4 +1,4 @@
-"""The micro-batch that takes most memory, whatever step it belongs to."""
+"""The micro-batches that may take most memory, whatever step they belong to."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from train.batching import Batches, load
 from train.records import BatchArithmetic, MicroBatch
 
 
-def longest_of(batches: Batches) -> MicroBatch:
-    """The longest examples of all; loaded by this process."""
+def longest_of(batches: Batches) -> list[MicroBatch]:
+    """The longest examples of all; two micro-batches where a model decides which takes more. Loaded by this process."""
     of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # an extra's rounds may have their own
     loading = replace(batches.loading, num_workers=0, deliver=None)
-    return next(load(batches.examples, loading, [of_rounds(batches.lengths, batches.arithmetic)], (batches.seed, 0)))
+    return list(load(batches.examples, loading, of_rounds(batches.lengths, batches.arithmetic), (batches.seed, 0)))
 
 
-def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
+def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[list[int]]:
     """The longest examples, padded if lengths differ at all."""
     order = np.argsort(-lengths, kind="stable")
-    return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
+    return [with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)]
 
 
 def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
     """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding may bring a mask."""
-    shorter = order[lengths[order] < lengths[ids[0]]]
-    if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
-        ids[-1] = int(shorter[0])
+    if len(ids) > 1 and lengths[ids[-1]] == lengths[ids[0]]:
+        ids[-1] = int(next(iter(order[lengths[order] < lengths[ids[0]]]), ids[-1]))
     return ids

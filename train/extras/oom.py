@@ -94,7 +94,7 @@ def squeezed(message: str) -> str:
 
 def _bytes(number: str, unit: str) -> int:
     # Allocators mean powers of two by GB and MB too. 2^64 bytes stand for a size that Windows does not tell.
-    size = round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
+    size = round(float(number) * 2 ** (10 * "BKMGTPE".index(unit[0].upper())))
     return size if size < 2**63 else 0
 
 

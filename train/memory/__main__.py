@@ -110,10 +110,8 @@ def run_plan(arguments: list[str]) -> None:
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
-                raise UserError(
-                    f"max_length: not even the shortest sequences fit on {question.device.name} with {setting}. "
-                    "Take a larger device, a smaller model, or another optimizer."
-                )
+                what = f"max_length: 1,024 tokens do not fit on {question.device.name} with {setting}"
+                raise UserError(f"{what}. Take a larger device, a smaller model, or another optimizer.")
             question = replace_length(question, length)
         plan = make_plan(question, predictions, bool(request.open))
     if plan.best is not None:

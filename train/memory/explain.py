@@ -6,6 +6,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
 
 from train.extras.oom import OutOfMemory, parse_oom, squeezed
 from train.figures import gib
@@ -29,43 +32,13 @@ class Situation:
 # In a traceback: a model on its way to the card, or the first state of its optimizer.
 _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
-_LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
-_ALL = tuple(remedy.hint for remedy in ladder.REMEDIES)
-_FEW = (ladder.CHUNKED.hint, ladder.MICRO_BATCH.hint, ladder.CHECKPOINTING.hint)
-_WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
-    "host": (
-        ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
-        ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
-        ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
-        *_FEW,
-    ),
-    "shared": (
-        ("--dataloader_num_workers 0", "loads in the process that trains; same result"),
-        ("docker run --shm-size 8g", "or --ipc host; in Kubernetes an emptyDir of medium Memory on /dev/shm"),
-    ),
-    "unknown": (_LIST, *_ALL),
-    "refused": (_LIST, ("run it again", "if it fails at the same place, no other process is to blame"), *_FEW),
-    "others": (_LIST, ("CUDA_VISIBLE_DEVICES=N", "another card than this one, if there is one"), *_FEW),
-    "fragmentation": (
-        ("PYTORCH_ALLOC_CONF=expandable_segments:True", "before the command; lets gaps join; same result"),
-        *_ALL,
-    ),
-    "weights": (
-        ("--dtype bfloat16", "halves weights, gradients and state; changes the result"),
-        ("--adapter qlora", "weights in 4 bits, and small trained matrices; changes the result"),
-        ("accelerate_configs/fsdp2_offload.yaml", "all three in host memory, on one GPU too; slower"),
-        ladder.OPTIMIZER_OFFLOAD.hint,
-        ladder.EIGHT_BIT.hint,
-    ),
-    "huge": (
-        ladder.CHUNKED.hint,
-        ("--attn_implementation sdpa", "not eager: no scores of tokens × tokens; same result"),
-        ("--micro_batch_size 1", "one example needs no padding mask; same --global_batch_size, same result"),
-        ladder.EVALUATION.hint,
-        ladder.MAX_LENGTH.hint,
-    ),
-    "full": _ALL,
-}  # (what to type, what it does), cheapest first
+_HINTS = {remedy.name: [remedy.hint] for remedy in reversed(ladder.REMEDIES)}  # of two with a name the first
+_HINTS["all"] = [remedy.hint for remedy in ladder.REMEDIES]
+_HINTS["few"] = [remedy.hint for remedy in (ladder.CHUNKED, ladder.MICRO_BATCH, ladder.CHECKPOINTING)]
+_WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, what it does
+    cause: [hint for entry in entries for hint in (entry.items() if isinstance(entry, dict) else _HINTS[entry])]
+    for cause, entries in yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text("utf-8")).items()
+}
 # What is told by words alone, squeezed: cause, what happened, why.
 _BY_WORDS = {
     r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"

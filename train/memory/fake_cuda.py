@@ -46,10 +46,8 @@ def install(device_type: str, capability: tuple[int, int]) -> None:
         _check(device_type)
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
         where, why = f"torch {torch.__version__} on {sys.platform}", f"{type(error).__name__}: {one_line(error, 200)}"
-        raise CannotStandInError(
-            f"{where} cannot be made to plan for a device of type {device_type} that is not there ({why}). Plan on a "
-            "machine with such a device, or for the CPU with --device cpu."
-        ) from None
+        what = f"{where} cannot be made to plan for a device of type {device_type} that is not there ({why})"
+        raise CannotStandInError(f"{what}. Plan on a machine with one, or for the CPU with --device cpu.") from None
 
 
 def _library(name: str) -> ctypes.CDLL:

@@ -54,6 +54,7 @@ class Job:
     accumulates: bool = True  # whether an optimizer step has several micro-batches
     num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
+    eval_padded: bool = False  # and that of an evaluation
     # The shape, -1 for S, and type of an example's inputs and ``labels``; without these a class, or one a position.
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=lambda: {"input_ids": ((-1,), "int64")})
     num_targets: int | None = None  # labels that are targets; None: all
@@ -145,10 +146,8 @@ class Predictor(AbstractContextManager["Predictor"]):
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()[-1:]
             self.close()
-            raise UserError(
-                f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this "
-                "model or setting cannot be predicted here; a run still measures it."
-            ) from None
+            what = f"the prediction ended with status {status}: {' '.join(said) or 'no message'}"
+            raise UserError(f"{what}. This cannot be predicted here; a run still measures it.") from None
         if isinstance(answer, CannotStandInError) and self._hides_cards:
             self.close()
             self._hides_cards = False

@@ -48,6 +48,7 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
     from train.tasks import load_task
 
     task, size = load_task(config.data.task)(config), _micro_batch_size(config, world_size)
+    eval_size, may_pad = config.output.eval_batch_size or size, not config.get("packing")
     job = Job(to_values(config), target, vocab_size, size, length=config.data.max_length, num_labels=num_labels)
     (rows, length), tensors = _longest_batch(task, job)
     share = config.get(task.target_share or "", 1.0)
@@ -56,10 +57,11 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
         micro_batch_size=size * rows,
         length=length,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
-        padded=not task.is_causal and size > 1 and not config.get("packing"),
+        padded=not task.is_causal and size > 1 and may_pad,
+        eval_padded=not task.is_causal and eval_size > 1 and may_pad,
         tensors=tensors,
         num_targets=None if share == 1 else math.ceil(share * size * length),
-        eval_batch_size=(config.output.eval_batch_size or size) * rows,
+        eval_batch_size=eval_size * rows,
         world_size=world_size,
     )
 

@@ -9,16 +9,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from train.batching import arithmetic_of
+from train.batching import arithmetic_of, load
 from train.config import Config
 from train.data import PreparedData
 from train.evaluation import reshard, score
 from train.extras.host_memory import free_host_bytes
-from train.extras.longest import longest_of
+from train.extras.longest import longest_of, with_padding
 from train.extras.oom import parse_oom
 from train.figures import gib
 from train.memory import Options, is_known
@@ -39,34 +40,40 @@ class MemorySession:
     def __init__(self, run: Run, data: PreparedData, predictor: Predictor) -> None:
         self._run, self._data, self._predictor = run, data, predictor
         self._own, self._device = run.config.of(Options), run.accelerator.device
-        self._asked: Job | None = None
+        self._asked = list[Job]()
         self.figures: dict[str, int] = {}  # for ``summary.json``
         self._is_predictable = is_known(run.launch) and self._device.type in ("cpu", "cuda", "mps")
         self._predicts = self._is_predictable and run.accelerator.is_main_process and self._own.predict_memory
 
-    def _job(self, config: Config) -> Job:
-        """The step of ``config`` with the longest examples of this run's data, and the evaluation of the longest."""
+    def _jobs(self, config: Config) -> list[Job]:
+        """Steps of ``config`` with the longest examples of this run's data, and the evaluation of the longest."""
         run, data, tokenizer = replace(self._run, config=config), self._data, self._data.tokenizer
         arithmetic = arithmetic_of(config, run.launch.dp_size)
-        longest, evaluated = longest_of(data.training_batches(run, arithmetic)), _evaluated(run, data)
-        documents, (size, length) = longest.inputs.get("documents"), longest.shape
+        evaluated = _evaluated(run, data)
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
         job = job_of(config, target_of(device), len(tokenizer), len(data.label_names), run.launch.world_size)
         ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
-        return replace(
+        job = replace(
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},
             special_tokens=tuple(i if isinstance(i, int) else None for i in ids),
             sharding=sharding_of(run),
-            micro_batch_size=size,
-            length=length,
-            padded="attention_mask" in longest.inputs,
-            tensors=tensors_of(longest),
-            num_targets=longest.num_targets or None,
-            documents=documents.lengths if documents is not None else (),
             eval_batch_size=evaluated.shape[0],
             eval_length=evaluated.shape[1],
+            eval_padded="attention_mask" in evaluated.inputs,
         )
+        return [
+            replace(
+                job,
+                micro_batch_size=longest.shape[0],
+                length=longest.shape[1],
+                padded="attention_mask" in longest.inputs,
+                tensors=tensors_of(longest),
+                num_targets=longest.num_targets or None,
+                documents=getattr(longest.inputs.get("documents"), "lengths", ()),
+            )
+            for longest in longest_of(data.training_batches(run, arithmetic))
+        ]
 
     def settle(self, config: Config) -> Config:
         """``config`` with a value chosen for every ``auto``, the same on every rank.
@@ -96,7 +103,7 @@ class MemorySession:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            found = self._predictor.predict(job := self._job(config.changed(**changes)))
+            found = self._predictor.predict(job := self._jobs(config.changed(**changes))[0])
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} of host memory, but only {gib(free)} is free"
                 raise UserError(f"{name}: auto: offloading would take {where}.")
@@ -117,30 +124,29 @@ class MemorySession:
     def ask(self) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""
         if self._is_predictable:
-            self._asked = self._job(self._run.config)
+            self._asked = self._jobs(self._run.config)
             if self._predicts:
-                self._predictor.ask(self._asked)
+                self._predictor.ask(self._asked[0])
 
     def rehearse(self, parts: Parts) -> None:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
             longest = longest_of(parts.batches)
-            several = (
-                parts.batches.arithmetic.accumulation_steps > 1 if self._asked is None else self._asked.accumulates
-            )
-            rehearse(run, parts, [longest] * (2 if several else 1))
-            size, length = longest.shape
+            accumulation = parts.batches.arithmetic.accumulation_steps
+            several = self._asked[0].accumulates if self._asked else accumulation > 1
+            rehearse(run, parts, longest * (2 if several and len(longest) == 1 else 1))
+            shapes = " and ".join("{} × {:,}".format(*batch.shape) for batch in longest)
             meter: Any = run.extras.by_name["meter"]
             meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
             peak = f"peaks at {gib(figures['peak_allocated_bytes'])}" if meter.meter is not None else "is not measured"
-            said = f"memory: the longest step ({size} × {length:,} tokens) {peak}"
+            said = f"memory: the longest step ({shapes} tokens) {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
         if self._predicts:
             try:
-                found = self._predictor.answer()
-                peak, reserved = found.peak_bytes, found.reserved_bytes
+                found = [self._predictor.answer(), *map(self._predictor.predict, self._asked[1:])]
+                peak, reserved = max(each.peak_bytes for each in found), max(each.reserved_bytes for each in found)
                 self.figures = {"predicted_peak_bytes": peak, "predicted_reserved_bytes": reserved}
                 on_card = f" allocated, {gib(reserved)} reserved" if self._device.type == "cuda" else ""
                 said += f", predicted {gib(peak)}{on_card}"
@@ -158,7 +164,8 @@ class MemorySession:
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", None)
-        if (job := self._asked) is not None and shape is not None:
+        job = self._asked[0] if self._asked else None
+        if job is not None and shape is not None:
             sizes: dict[str, Any] = {"micro_batch_size": shape[0]}
             if phase == "evaluation":  # next to which a step of single examples is small
                 sizes = {"micro_batch_size": 1, "eval_batch_size": shape[0]}
@@ -194,7 +201,10 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     """This rank's batch of the longest examples of validation or test; this process loads it."""
     data = replace(data, loading=replace(data.loading, num_workers=0, deliver=None))
     splits = [examples for split, examples in data.examples.items() if split != "train"]
-    return next(data.evaluation_batches(run, max(splits, key=lambda split: column(split, "length").max())))
+    longest = max(splits, key=lambda split: column(split, "length").max())
+    found, lengths = next(data.evaluation_batches(run, longest)), column(longest, "length")
+    ids = with_padding(list(found.example_ids), np.argsort(-lengths, kind="stable"), lengths)
+    return next(load(longest, data.loading, [ids], (0, 0)))
 
 
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:

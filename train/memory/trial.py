@@ -60,7 +60,8 @@ def predict(job: Job) -> Prediction:
         stack.enter_context(library_losses(job.target.capability, costs))
         kernels_used = stack.enter_context(card_attention(job.target, job.values["attn_implementation"]))
         with patch.object(tracker, "paused", True):  # on the device only the step's own copies count
-            batch, shown = random_batch(job, job.micro_batch_size), replace(job, length=job.eval_length or job.length)
+            batch = random_batch(job, job.micro_batch_size)
+            shown = replace(job, length=job.eval_length or job.length, padded=job.eval_padded)
             evaluated = random_batch(shown, job.eval_batch_size or 1)
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
         model, optimizer, network = _built(job, run, tracker)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from train.config import Architecture, Config, load_function
 from train.records import IGNORE, Corpus, MicroBatch, Run, UsageError, UserError, column, num_cores, one_line
 
-# Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
+# Text that a tokenizer gets in one call, or one document: until the call ends it holds some 500 bytes a token.
 BYTES_AT_ONCE = 2**20
 DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together; fewer where they are more than BYTES_AT_ONCE of text
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24

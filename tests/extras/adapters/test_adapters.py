@@ -177,6 +177,27 @@ def test_experts_that_are_left_out_are_said_with_their_share(
     assert "adapter: " not in capsys.readouterr().out
 
 
+DENSE_FIRST = {"model_type": "glm4_moe", "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+DENSE_FIRST |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8, "num_key_value_heads": 2}
+
+
+def test_dense_layers_next_to_experts_get_adapters_of_their_own() -> None:
+    """peft would take their names for those of the experts, and leave them out."""
+    model = built({**LLAMA, **DENSE_FIRST}, adapter="lora")
+    adapted = {n.split(".lora_")[0] for n, p in model.named_parameters() if ".lora_" in n and p.requires_grad}
+    assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= adapted
+    assert not any("experts" in name and "shared" not in name for name in adapted)
+
+
+def test_a_router_that_gives_more_than_a_product_gets_no_adapter() -> None:
+    """phimoe's is a linear layer that returns a tuple."""
+    mixture = {**LLAMA, "model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = built(mixture, adapter="lora")
+    adapted = {n.split(".lora_")[0] for n, p in model.named_parameters() if ".lora_" in n}
+    assert any(name.endswith("q_proj") for name in adapted) and not any("router" in name for name in adapted)
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
 def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
     model = built(adapter="lora", lora_target_modules=("q_proj", "v_proj"))
     assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {

@@ -47,7 +47,10 @@ def test_how_many_tokens_are_lost_is_said() -> None:
     rows: Rows = [("abcdefgh", "x"), ("abcd", "y"), ("abcdefgh", "y"), ("ab", "x")]
     lines = said(rows, [("a", "x")], max_length=6)
     assert "2 classes: x, y" in lines  # 10 + 6 + 10 + 4 tokens with their marks, of which 4 + 4 are cut
-    assert "truncation (keep_head): 2 of 4 documents are longer than 6 tokens; 26.7 % of all tokens are lost" in lines
+    assert (
+        "truncation (keep_head): 2 of 4 documents were cut, to 6 tokens or fewer; 26.7 % of all tokens are lost"
+        in lines
+    )
     assert said(rows, [("a", "x")], max_length=10) == ["2 classes: x, y"]
 
 
@@ -58,7 +61,7 @@ def test_tokens_that_packed_examples_lost_are_told() -> None:
     data: Any = SimpleNamespace(
         task=load_task("causal_lm")(config), corpus=Corpus("own", {}), examples={"train": rows}, label_names=()
     )
-    assert describe(data, config) == ["2 of 4 documents are longer than 6 tokens; 40.0 % of all tokens are lost"]
+    assert describe(data, config) == ["2 of 4 documents were cut, to 6 tokens or fewer; 40.0 % of all tokens are lost"]
 
 
 def test_documents_without_an_example_are_counted() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from train.config import Config
 from train.extras.checks import Extra
-from train.extras.checks.fit import check_tokenizer
+from train.extras.checks.fit import check_shards, check_tokenizer
 from train.records import UserError
 from train.tasks import Task, load_task
 
@@ -24,6 +27,38 @@ def test_only_the_index_of_a_table_is_explained_by_sizes() -> None:
         error.add_note = said.append  # pyright: ignore[reportAttributeAccessIssue]
         assert Extra().failed(run, error) is None
     assert len(said) == 1 and said[0].startswith("A table of the model may be too small")
+
+
+def test_a_process_that_was_killed_while_it_tokenised_is_explained() -> None:
+    words = "One of the subprocesses has abruptly died during map operation."  # by 🤗 Datasets
+    found = Extra().failed(None, RuntimeError(f"{words} To debug the error, disable multiprocessing."))
+    assert found is not None and "host's memory is full. Try --preprocessing_num_workers 1" in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "fits"), [(2, 2, True), (2, 3, False), (5, 4, False), (8, 4, True), (1, 1, True)]
+)
+def test_the_largest_element_of_a_shard_without_rows_is_refused(rows: int, ranks: int, fits: bool) -> None:
+    """Rows are dealt in equal pieces but the last: of 5 to 4 ranks 2, 2, 1 and none."""
+    mesh = SimpleNamespace(size=lambda: ranks)
+    shard: Any = SimpleNamespace(shape=(rows, 3), requires_grad=True, device_mesh=mesh)
+    frozen: Any = SimpleNamespace(shape=(1, 3), requires_grad=False, device_mesh=mesh)
+    model: Any = SimpleNamespace(named_parameters=lambda: [("frozen", frozen), ("head.weight", shard)])
+    if fits:
+        check_shards(model)
+    else:
+        with pytest.raises(UserError, match=rf"no row of head\.weight, which has {rows}\. Use --grad_norm_type 2"):
+            check_shards(model)
+
+
+def test_a_tokenizer_with_gaps_in_its_ids_needs_an_embedding_for_the_highest(tmp_path: Path) -> None:
+    vocabulary = {"<|end|>": 0, "a": 1, "b": 2, "c": 700}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)), eos_token="<|end|>")
+    assert len(tokenizer) == 4
+    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="the model has 700 embeddings, the tokenizer 701 tokens"):
+        Extra().check_model_config(run, LlamaConfig(vocab_size=700), load_task("causal_lm"), tokenizer)
+    Extra().check_model_config(run, LlamaConfig(vocab_size=701), load_task("causal_lm"), tokenizer)
 
 
 def made(name: str, **options: Any) -> Task:

@@ -320,7 +320,6 @@ def test_heads_are_shared_only_where_a_kernel_does(
     [
         ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97}, "gives other results"),
         ("roberta", {**SIZES, "num_attention_heads": 2}, "gives other results"),
-        ("gemma2", {**SIZES, **GQA, "head_dim": 8}, "gives other results|uses softcap"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "gives other results"),
     ],
 )
@@ -330,6 +329,15 @@ def test_models_that_cannot_keep_documents_apart_are_refused(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
     with pytest.raises(UserError, match=f"packing: {model_type} .*{reason}"):
         attention.check_documents(model)
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_a_model_that_would_keep_a_cache_is_tried_without_it_as_it_is_trained(kind: str) -> None:
+    """With one, transformers does not look for documents that share a row."""
+    config = AutoConfig.for_model("llama", **SIZES, num_attention_heads=2, use_cache=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kind)
+    attention.check_documents(model)
+    assert model.config.use_cache
 
 
 def test_the_trial_leaves_the_model_alone() -> None:

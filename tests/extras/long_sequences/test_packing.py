@@ -140,7 +140,7 @@ def test_every_target_is_in_one_batch_of_an_epoch(workers: int) -> None:
     batches = Batches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0, 5)
     found = [label for (batch,) in batches.steps(0, 0) for label in batch.labels[batch.labels != IGNORE].tolist()]
     assert sorted(found) == sorted(t for row in causal_examples()["tokens"] for t in row[1:])
-    assert longest_of(batches).labels.shape == (2, 12)
+    assert longest_of(batches)[0].labels.shape == (2, 12)
     evaluated = evaluation_batches(packed, Loading(collate_of(task_of()), workers), 2)
     assert sum(batch.num_targets for batch in evaluated) == sum(LENGTHS)
 

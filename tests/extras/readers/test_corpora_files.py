@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import config
+from filelock import FileLock
 
 from train.config import check, from_values
-from train.extras.cache import ROWS_IN_MEMORY
+from train.extras.cache import ROWS_IN_MEMORY, intact
 from train.extras.readers import Source, readers
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
@@ -498,8 +503,36 @@ def test_one_text_without_lines_is_cut_anyway(jsonl: Write) -> None:
     assert [len(corpus.splits["train"]["text"][0]), len(corpus.splits["validation"]["text"][0])] == [950, 50]
 
 
+@pytest.mark.parametrize("text", ["Title\n" + "word " * 390, "word " * 200 + "\n" + "word " * 200])
+def test_what_is_held_out_of_one_document_is_about_the_share_asked_for(jsonl: Write, text: str) -> None:
+    """A break far from the place is not taken."""
+    corpus = load(jsonl({"text": text}), validation_fraction=0.05)
+    share = len(corpus.splits["validation"]["text"][0]) / len(text)
+    assert 0.05 <= round(share, 3) <= 0.1
+
+
+def test_one_document_among_files_that_are_ignored_tells_of_these(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("x")
+    (tmp_path / "lease.txt").write_text("other")
+    assert "too short to split. Add text, or a validation split. " in (said := message(tmp_path)), said
+    assert "ignored 1 other file" in said
+
+
+def test_documents_to_validate_on_are_not_trained_on(jsonl: Write, tmp_path: Path) -> None:
+    """A folder in which they are, among others; files that it names by their splits are apart already."""
+    held = jsonl({"text": "v"}, name="own/held.jsonl")
+    jsonl({"text": "t"}, name="own/more.jsonl")
+    folder = tmp_path / "own"
+    for validation in (held, folder):
+        said = message(folder, validation_dataset=str(validation))
+        assert f"{held} would be trained on, too. Move it out of {folder}." in said
+    named = jsonl({"text": "v"}, name="split/validation.jsonl")
+    jsonl({"text": "t"}, name="split/train.jsonl")
+    assert load(tmp_path / "split", validation_dataset=named).splits["train"]["text"][:] == ["t"]
+
+
 def test_too_little_for_two_splits(jsonl: Write) -> None:
-    assert "too short to be split" in message(jsonl({"text": "x"}))
+    assert "too short to split" in message(jsonl({"text": "x"}))
     assert "each label occurs in one record only" in message(jsonl({"text": "x", "label": 1}), labelled=True)
 
 
@@ -516,6 +549,62 @@ def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> No
 
 
 # Folders
+
+
+def test_linked_folders_are_read_once_and_what_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "own", tmp_path / "other"
+    for name in ("own/a.txt", "own/sub/b.txt", "other/c.txt", "other/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (folder / "linked").symlink_to(other)
+    (other / "back").symlink_to(folder)  # a loop
+    (folder / "again").symlink_to(folder / "sub")
+    assert texts(load(folder)) == {"own/a.txt", "own/sub/b.txt", "other/c.txt", "other/d.txt"}
+    (folder / "e.txt").symlink_to(tmp_path / "gone.txt")
+    assert message(folder) == f"{folder / 'e.txt'}: No such file or directory."
+    (folder / "e.txt").unlink()
+
+    scan = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("own/sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    (folder / "again").unlink()
+    assert message(folder) == f"{folder / 'sub'}: Permission denied."
+
+
+def test_a_name_that_is_not_utf_8_is_shown_with_its_bytes(tmp_path: Path) -> None:
+    for name in (b"Vertr\xe4ge.txt", b"b.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(name.decode("latin-1"))
+    corpus = load(tmp_path)
+    assert texts(corpus) == {"Verträge.txt", "b.txt"}
+    assert set(all_documents(corpus)) == {r"Vertr\udce4ge.txt", "b.txt"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_is_known_by_its_mark(encoding: str, tmp_path: Path) -> None:
+    """So Windows writes "Unicode", and Excel its text."""
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    rows = {
+        "t.txt": "Größe\r\nzwei",
+        "t.csv": 'text,label\r\n"Größe\nzwei",a\r\n漢字,b\r\n',
+        "t.tsv": "text\tlabel\nGröße\ta\n漢字\tb\n",
+        "t.jsonl": '{"text": "Größe"}\n{"text": "漢字"}\n',
+    }
+    found = {}
+    for name, text in rows.items():
+        (tmp_path / name).write_bytes(mark + text.encode(encoding))
+        found[name] = [record for _, record in readers.read_file(tmp_path / name, ("text", None))]
+    assert found["t.txt"] == [{"text": "Größe\nzwei"}]
+    assert [row["text"] for row in found["t.csv"]] == ["Größe\nzwei", "漢字"]
+    assert [row["text"] for row in found["t.tsv"]] == [row["text"] for row in found["t.jsonl"]] == ["Größe", "漢字"]
+    (tmp_path / "t.txt").write_bytes(mark + "ab\ud800c".encode(encoding, "surrogatepass"))
+    assert "character 3 of 'text' is unreadable" in message(tmp_path / "t.txt")
 
 
 def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
@@ -827,6 +916,39 @@ def test_a_cache_that_cannot_be_written_names_what_to_set(
     found = message(jsonl({"text": "a"}, {"text": "b"}))
     assert found.startswith("/proc/cache: data cannot be cached there: ")
     assert "HF_DATASETS_CACHE" in found
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_cache_that_is_full_is_named_and_a_file_that_cannot_be_read_too(number: int, tmp_path: Path) -> None:
+    cache = tmp_path / "cache" / "rows-1"
+
+    def full() -> Any:
+        raise OSError(number, "No space left on device")  # as Arrow raises it: without a file
+
+    with pytest.raises(UserError, match=rf"{cache.parent}: data cannot be cached there: No space .* has room, with HF"):
+        intact(cache, full)
+    with pytest.raises(PermissionError, match=r"own\.txt"):
+        intact(cache, lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no", str(tmp_path / "own.txt"))))
+
+
+def test_a_run_that_waits_for_another_ones_cache_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("train.extras.cache.SECONDS_UNTIL_TOLD", 0.1)
+    is_held = threading.Event()
+
+    def other() -> None:
+        with FileLock(tmp_path / "rows-1.lock"):
+            is_held.set()
+            time.sleep(0.5)
+
+    (thread := threading.Thread(target=other)).start()
+    is_held.wait()
+    assert intact(tmp_path / "rows-1", lambda: cast("Any", "made")) == "made"
+    thread.join()
+    assert "waiting for another run, which makes the same" in caplog.text
+    caplog.clear()
+    assert intact(tmp_path / "rows-2", lambda: cast("Any", "made")) == "made" and not caplog.text
 
 
 def altered(file: Path) -> None:

@@ -124,8 +124,31 @@ def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
     }
 
 
+def test_numbers_of_one_split_are_the_classes_of_another(tmp_path: Path) -> None:
+    rows = {"train": [0.5, 1.0, 1.5, 2.0], "validation": [1.0, 2.0], "test": [float("nan"), 2.0]}
+    splits: Any = {n: datasets.Dataset.from_dict({"text": [*"abcd"][: len(v)], "label": v}) for n, v in rows.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "own")
+    corpus = load(True, dataset=str(tmp_path / "own"), on_bad_record="skip")
+    assert {name: split["label"][:] for name, split in corpus.splits.items()} == {
+        "train": ["0.5", "1", "1.5", "2"],
+        "validation": ["1", "2"],
+        "test": ["2"],
+    }
+
+
+def test_a_blank_label_is_none(tmp_path: Path) -> None:
+    rows = {"text": ["a", "b", "c", " "], "label": ["x", " ", "", "y"]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "own")
+    with pytest.raises(UserError, match="row 1: no label"):
+        load(True, dataset=str(tmp_path / "own"))
+    corpus = load(True, dataset=str(tmp_path / "own"), on_bad_record="skip", validation_dataset=str(tmp_path / "own"))
+    assert corpus.splits["train"]["label"][:] == ["x"]
+    assert any("skipped 2 bad records" in note for note in corpus.notes)
+    assert any("skipped 1 empty document" in note for note in corpus.notes)
+
+
 @pytest.mark.parametrize(
-    ("labels", "classes"), [([True, False], {"1", "0"}), ([1.0, 0.0], {"1", "0"}), ([0.5, 1.0], {"0.5", "1.0"})]
+    ("labels", "classes"), [([True, False], {"1", "0"}), ([1.0, 0.0], {"1", "0"}), ([0.5, 1.0], {"0.5", "1"})]
 )
 def test_numbers_and_truth_are_the_classes_that_they_are_in_files(
     labels: list[Any], classes: set[str], tmp_path: Path

@@ -28,7 +28,10 @@ def returned(tmp_path: Path, body: str, labelled: bool = False, **options: Any) 
     ("body", "message"),
     [
         ("['a', 'b']", "returned list: return a 🤗 Dataset"),
-        ("{'validation': Dataset.from_dict({'text': ['a']})}", "returned dict: return .* keys train, validation, test"),
+        (
+            "{'validation': Dataset.from_dict({'text': ['a']})}",
+            "returned dict: return .* dict of them: train, validation, test",
+        ),
         ("{'train': ['a']}", "returned dict"),
         ("Dataset.from_dict({'body': ['a']})", r"the train split has no column 'text', only \['body'\]"),
         ("Dataset.from_dict({'text': ['a']}).to_iterable_dataset()", "returned IterableDataset: return a 🤗 Dataset"),
@@ -112,7 +115,7 @@ def test_a_single_document_of_a_function_is_cut_in_two(tmp_path: Path) -> None:
         found.splits["train"]["text"][0] + found.splits["validation"]["text"][0] == text
         and len(found.splits["validation"]["text"][0]) == 110
     )
-    with pytest.raises(UserError, match=r"one document, too short to be split in two\. Add text, or a"):
+    with pytest.raises(UserError, match=r"one document, too short to split\. Add text, or a"):
         returned(tmp_path, "Dataset.from_dict({'text': ['a']})")
 
 

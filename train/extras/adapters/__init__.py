@@ -51,10 +51,8 @@ class Extra(extras.Extra):
             raise UsageError(f"lora_target_modules: {said}: give all-linear alone, or names such as q_proj v_proj.")
         packages, engines = NEEDS[own.adapter]
         if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-            raise UsageError(
-                f"adapter: {own.adapter} needs {' and '.join(missing)}, not installed: "
-                f"pip install -e '.[{own.adapter}]' (or pip install {' '.join(missing)})."
-            )
+            install = f"pip install -e '.[{own.adapter}]' (or pip install {' '.join(missing)})"
+            raise UsageError(f"adapter: {own.adapter} needs {' and '.join(missing)}, not installed: {install}.")
         if launch.engine not in engines or launch.copies > 1:
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")

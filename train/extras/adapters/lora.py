@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -62,6 +63,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     what adapters of the layers learn could not be added to their weights.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.utils import transformers_weight_conversion
 
     own = run.config.of(Options)
     outside = tuple(f"{name}." for name in _heads(model, auto_class))  # of the linear layers that all-linear means
@@ -77,8 +79,11 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
         task_type=TASK_TYPES.get(auto_class),
         base_model_name_or_path=run.config.architecture.model,
     )
-    try:
-        inject_adapter_in_model(settings, model, ADAPTER)
+    try:  # peft would take names of dense MLPs for those of fused experts
+        with patch.object(
+            transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None
+        ):
+            inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None
     found = [f".{name}" for name in _adapted(model)]
@@ -114,10 +119,9 @@ def _check_layers(model: nn.Module) -> None:
         other = others.get(id(base.weight))
         if other or not (isinstance(base, nn.Embedding) or _is_linear(base)):
             reason = f"one of them shares {other}" if other else f"one of them is a {type(base).__name__}"
-            raise UserError(
-                f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
-                "linear layers and embeddings that share no weight with others, or give all-linear."
-            )
+            why = f"what adapters of these layers learn cannot be added to weights ({reason})"
+            remedy = "name linear layers and embeddings that share no weight with others, or give all-linear"
+            raise UserError(f"lora_target_modules: {why}: {remedy}.")
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -128,8 +132,9 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether an adapter next to it takes part: nn.MultiheadAttention uses the weight of its output layer directly."""
-    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    """Whether an adapter next to it takes part; some layers' weights are used elsewhere, some routers give more."""
+    is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "quant_state")
+    return is_plain and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _heads(model: nn.Module, auto_class: str) -> list[str]:
@@ -188,11 +193,9 @@ class AdapterState(TrainingState):
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         if values.get("frozen") != self.frozen_digest:
-            raise UserError(
-                f"the frozen weights have the digest {self.frozen_digest[:16]}, those that the checkpoint's adapters "
-                f"were trained with had {str(values.get('frozen'))[:16]}: the model's files, its data type or its "
-                "quantisation have changed. Give the same model, or --resume never to start from scratch."
-            )
+            digests = f"{self.frozen_digest[:16]}, those of the checkpoint {str(values.get('frozen'))[:16]}"
+            remedy = "Give the same model, in the same type, or --resume never to start from scratch"
+            raise UserError(f"the frozen weights have the digest {digests}: the model has changed. {remedy}.")
         super().restore(blocks, values)
 
     @cached_property

@@ -49,10 +49,8 @@ class Extra(extras.Extra):
         if str(start) not in ("auto", "never") and (not start.is_dir() or (start / "checkpoints").is_dir()):
             raise UserError(f"resume: {start} is not a checkpoint: give auto, or …/checkpoints/step-NNNNNNNN of a run.")
         if (known := run.accelerator.num_processes) != run.launch.world_size:
-            raise UserError(
-                f"the launcher started {run.launch.world_size} processes, but this one knows of {known}: they would "
-                "all train the same thing. See accelerate_configs/ for launch files that work."
-            )
+            what = f"the launcher started {run.launch.world_size} processes, but this one knows of {known}"
+            raise UserError(f"{what}: they would all train the same. See accelerate_configs/ for files that work.")
 
     def change_corpus(self, task: Task, corpus: Corpus) -> Corpus:
         from train.extras.checks.documents import with_known_labels
@@ -71,7 +69,8 @@ class Extra(extras.Extra):
             if type(model_config) not in known and task.auto_class not in (own or {}):
                 what = f"transformers has no {model_config.model_type} for {task.name}"
                 raise UserError(f"model: {what}: give another model or task.")
-            fit.check_sizes(model_config, len(tokenizer), run.config.data.max_length)
+            last = max(getattr(tokenizer, "get_vocab", dict)().values(), default=0)  # ids may have gaps
+            fit.check_sizes(model_config, max(len(tokenizer), last + 1), run.config.data.max_length)
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit
@@ -90,18 +89,25 @@ class Extra(extras.Extra):
             raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
 
-    def failed(self, run: Run | None, error: Exception) -> None:
-        """Says where an index out of range may come from; a card reports it only as an assertion."""
+    def failed(self, run: Run | None, error: Exception) -> str | None:
+        """Says where an index out of range may come from, which a card reports only as an assertion."""
+        if "abruptly died during map" in str(error):  # as 🤗 Datasets says it
+            why = "a process that tokenises was killed, mostly because the host's memory is full"
+            return f"{why}. Try --preprocessing_num_workers 1, or shorter documents (--sample_by line)."
         if run is not None and re.search("index out of range in self|device-side assert", str(error)):
             length = run.config.data.max_length
             hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "
             hint += "each token of the tokenizer, and an output for each label?"
             getattr(error, "add_note", run.outputs.say)(hint)  # a traceback ends with notes, from Python 3.11 on
+        return None
 
     def ready(self, run: Run, parts: Parts) -> None:
+        from train.extras.checks import fit
         from train.extras.checks.documents import describe_training
 
         run.outputs.note(*describe_training(run, parts))
+        if run.accelerator.is_fsdp2 and run.config.optimization.grad_norm_type == "inf":
+            fit.check_shards(parts.state.model)
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
@@ -133,7 +139,6 @@ class Extra(extras.Extra):
         if changed and (is_fixed or not run.config.of(Options).allow_changes_on_resume):
             lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
             allowed = "" if is_fixed else ", or --allow_changes_on_resume to continue with the new ones"
-            raise UserError(
-                f"{checkpoint} belongs to a run with other settings ({lines}). Continue with the old ones, or give "
-                f"another --output_dir for a new run, --resume never to start from scratch here{allowed}."
-            )
+            remedy = f"another --output_dir for a new run, --resume never to start from scratch here{allowed}"
+            other = f"{checkpoint} belongs to a run with other settings ({lines})"
+            raise UserError(f"{other}. Continue with the old ones, or give {remedy}.")

@@ -26,17 +26,14 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
     labels = Counter(map(str, corpus.splits["train"]["label"]))
     what = f"column {task.config.get('label_column', 'label')!r}"
     if len(labels) < 2:
-        raise UserError(
-            f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in {what}; "
-            "classification needs two or more. Is it the right --label_column?"
-        )
+        only = f"the training split has only the label {', '.join(map(repr, labels))} in {what}"
+        raise UserError(f"{corpus.name}: {only}; classification needs two or more. Is it the right --label_column?")
     names, splits, notes = task.label_names(corpus), dict(corpus.splits), list(corpus.notes)
     single = [name for name in names if labels[name] == 1 and FRACTION.fullmatch(name)]
     if 2 * len(single) > len(labels):  # half stars, say, are classes
-        raise UserError(
-            f"{corpus.name}: most labels in {what}, such as {single[0]!r}, are fractional numbers that occur once: "
-            f"{task.name} needs classes. Group them, or write a task of your own (docs/forking.md)."
-        )
+        most = f"most labels in {what}, such as {single[0]!r}, are fractional numbers that occur once"
+        remedy = "Group them, or write a task of your own (docs/forking.md)"
+        raise UserError(f"{corpus.name}: {most}: {task.name} needs classes. {remedy}.")
     for split, documents in corpus.splits.items():
         is_known = [number is not None for number in task.classes_of(documents["label"], names)]
         if not all(is_known):
@@ -45,10 +42,8 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
             where = f"{place}: label {first['label']!r} does not occur in the training split"
             if task.config.get("on_bad_record", "error") == "error":
                 more = "" if task.config.get("max_train_samples") is None else "raise --max_train_samples, "
-                raise UserError(
-                    f"{where} (its labels: {', '.join(names[:20])}). Correct it, {more}or leave such records out "
-                    "with --on_bad_record skip. Is it the right --label_column?"
-                )
+                remedy = f"Correct it, {more}or leave such records out with --on_bad_record skip"
+                raise UserError(f"{where} (its labels: {', '.join(names[:20])}). {remedy}. Is it the --label_column?")
             notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
             splits[split] = documents.select(np.flatnonzero(is_known))
     return replace(corpus, splits=splits, notes=tuple(notes))
@@ -63,12 +58,13 @@ def describe(data: PreparedData, config: Config) -> list[str]:
         lines[0] += f" (of these {', '.join(same[:4])} differ only in case or spaces)"
     if "document_length" in train.column_names:
         before, most = column(train, "document_length"), config.data.max_length
-        before = np.hstack(list(before)) if config.get("packing") else before  # packed rows have lists of them
-        if cut := int((before > most).sum()):
+        if config.get("packing"):  # its rows have lists of them
+            before = np.hstack(list(before))
+        after = np.minimum(before, most) if config.get("packing") else column(train, "length")
+        if cut := int((before > after).sum()):
             how = f"truncation ({config.data.truncation}): " * ("truncation" in task.encode_settings)
-            lost = 100 * (1 - np.minimum(before, most).sum() / before.sum())
-            longer = f"{cut} of {len(before)} documents are longer than {most} tokens"
-            lines.append(f"{how}{longer}; {lost:.1f} % of all tokens are lost")
+            longer = f"{cut} of {len(before)} documents were cut, to {most} tokens or fewer"
+            lines.append(f"{how}{longer}; {100 * (1 - after.sum() / before.sum()):.1f} % of all tokens are lost")
     for name, documents in data.corpus.splits.items() if not config.get("packing") else ():
         if (gone := len(documents) - len(data.examples[name])) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,16 +32,13 @@ def check_sizes(config: PretrainedConfig, num_tokens: int, max_length: int, skip
     """Raises UserError for a vocabulary or a table of positions that is too small; ``skipped`` are never used."""
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < num_tokens:
-        raise UserError(
-            f"the model has {vocab_size} embeddings, the tokenizer {num_tokens} tokens: give the tokenizer that "
-            "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
-        )
+        give = "give the tokenizer that belongs to it (leave --tokenizer out), or a larger vocab_size in model_config"
+        raise UserError(f"the model has {vocab_size} embeddings, the tokenizer {num_tokens} tokens: {give}.")
     limit = (getattr(config, LIMIT, None) or 0) - skipped
     if max_length > limit > 0:
-        raise UserError(
-            f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
-            "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
-        )
+        give = f"give --max_length {limit} or less, --rope_scaling yarn where positions are rotary, or a model_config "
+        give += "with more max_position_embeddings"
+        raise UserError(f"max_length: {max_length} is more than the model's {limit} positions: {give}.")
 
 
 def try_small_copy(run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
@@ -66,3 +64,12 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
         raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
     if isinstance(config, PretrainedConfig):
         check_sizes(config, num_tokens, run.config.data.max_length, skipped_positions(network))
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises UserError where a rank holds no row of a parameter: torch has no largest element of nothing."""
+    for name, parameter in model.named_parameters():
+        mesh, rows = getattr(parameter, "device_mesh", None), math.prod(parameter.shape[:1])
+        if mesh is not None and parameter.requires_grad and -(-rows // mesh.size()) * (mesh.size() - 1) >= rows:
+            why = f"grad_norm_type: inf cannot be computed where ranks have no row of {name}, which has {rows}"
+            raise UserError(f"{why}. Use --grad_norm_type 2, or fewer processes.")

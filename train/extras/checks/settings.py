@@ -23,10 +23,10 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     if says("ACCELERATE_USE_FSDP") and environment.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
     if says("FSDP_ACTIVATION_CHECKPOINTING"):
-        raise UsageError(
-            "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
-            "be wrong. Set it to false and use --gradient_checkpointing."
+        why = (
+            "it recomputes with other dropout, so gradients would be wrong. Set false, and use --gradient_checkpointing"
         )
+        raise UsageError(f"fsdp_activation_checkpointing: true in the launch file: {why}.")
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     copies = math.prod(size for name, size in sizes.items() if not name.startswith("dp_"))
@@ -34,10 +34,9 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     given = [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
     product = copies if is_deepspeed else math.prod(sizes.values())
     if product < 1 or world_size % copies or (given and not is_deepspeed and product != world_size):
-        raise UsageError(
-            f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
-            f"{world_size}. Change one of them, or give accelerate launch --num_processes {product}."
-        )
+        made = f"{', '.join(given)} make {product} processes, num_processes is {world_size}"
+        remedy = f"Change one of them, or give accelerate launch --num_processes {product}"
+        raise UsageError(f"parallelism_config in the launch file: {made}. {remedy}.")
 
 
 def check_settings(config: Config, launch: Launch) -> None:

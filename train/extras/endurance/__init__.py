@@ -282,11 +282,11 @@ def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names if world_size == 1}
     started = max(found.values())
     if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-        raise UserError(
-            f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not "
-            "set. Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how); for one "
-            f"process unset {max(found, key=found.__getitem__)}."
+        what = (
+            f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not set"
         )
+        remedy = "Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how)"
+        raise UserError(f"{what}. {remedy}; for one process unset {max(found, key=found.__getitem__)}.")
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:
         raise UserError(

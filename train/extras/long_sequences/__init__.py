@@ -47,10 +47,8 @@ class Extra(extras.Extra):
             given, optim = f"max_tokens_per_micro_batch: {tokens}", config.optimization
             is_fixed = optim.micro_batch_size != 1 or optim.gradient_accumulation_steps is not None
             if is_fixed or optim.global_batch_size is None:
-                raise UsageError(
-                    f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, "
-                    "and neither micro_batch_size nor gradient_accumulation_steps."
-                )
+                remedy = "give global_batch_size, and neither micro_batch_size nor gradient_accumulation_steps"
+                raise UsageError(f"{given} makes as many micro-batches as it takes: {remedy}.")
             if tokens < length:
                 why = f"does not hold one example of max_length {length}"
                 raise UsageError(f"{given} {why}: give {length} or more, or a smaller max_length.")

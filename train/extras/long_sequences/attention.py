@@ -185,10 +185,8 @@ def check_documents(model: nn.Module) -> None:
     """Raises UsageError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UsageError(
-            f"packing: {name} cannot keep documents apart that share a row: {obstacle}. Leave packing out, or take "
-            "another model (llama, qwen3, gpt2, bert, modernbert ...)."
-        )
+        remedy = "Leave packing out, or take another model (llama, qwen3, gpt2, bert, modernbert ...)"
+        raise UsageError(f"packing: {name} cannot keep documents apart that share a row: {obstacle}. {remedy}.")
 
 
 def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:

@@ -45,10 +45,8 @@ def slide(config: PretrainedConfig, window: int) -> None:
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     slides = any("sliding" in kind for kind in layers)
     if not hasattr(config, "sliding_window") or not (slides or set(layers) == {"full_attention"}):
-        raise UserError(
-            f"sliding_window: {window}: {config.model_type} sees all positions and knows no window: leave it out, "
-            "or take a model that does (mistral, qwen3, gemma3, modernbert ...)."
-        )
+        remedy = "leave it out, or take a model that knows one (mistral, qwen3, gemma3, modernbert ...)"
+        raise UserError(f"sliding_window: {window}: {config.model_type} sees all positions: {remedy}.")
     if hasattr(config, "use_sliding_window"):
         config.use_sliding_window = True
     config.sliding_window = window

@@ -42,11 +42,11 @@ class TokenRounds(Rounds):
             parts[largest : largest + 1] = [part[:middle], part[middle:]]  # of a single example the second is empty
         return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]
 
-    def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
-        """The micro-batch of most positions, padding included."""
+    def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[list[int]]:
+        """The micro-batch of most positions, padding included, and that of most pairs of them if it is another one."""
         order = np.argsort(-lengths, kind="stable")
         widths = lengths[order]
         most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
         sizes = np.minimum(np.minimum(self.max_tokens // widths, most), np.arange(len(order), 0, -1))
-        first = int(np.argmax(sizes * widths))
-        return with_padding(order[first : first + int(sizes[first])].tolist(), order[first:], lengths)
+        firsts = dict.fromkeys(int(np.argmax(sizes * widths**power)) for power in (1, 2))  # attention may keep pairs
+        return [with_padding(order[i : i + int(sizes[i])].tolist(), order[i:], lengths) for i in firsts]

@@ -79,7 +79,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        computes = isinstance(found, Tensor) or getattr(func, "__name__", "") != "__get__"  # not a device or shape
+        is_same = any(found is t for t in self.given)  # .float() of the fp32 that it is already
+        computes = not is_same and (isinstance(found, Tensor) or getattr(func, "__name__", "") != "__get__")  # a shape
         self.is_used |= computes and any(leaf is t for leaf in tree_leaves((args, kwargs)) for t in self.given)
         return found
 

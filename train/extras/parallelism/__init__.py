@@ -84,7 +84,7 @@ class Extra(extras.Extra):
         elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
             from train.extras.longest import longest_of
 
-            _expect_unused(run, model, longest_of(self._batches))
+            _expect_unused(run, model, longest_of(self._batches)[0])
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any

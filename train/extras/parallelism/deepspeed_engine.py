@@ -126,9 +126,9 @@ def _compare(prefix: str, name: str, ours: str, value: Any) -> None:
     except ValueError:
         same = given in ("auto", "None", value)
     if not same:
+        remedy = f"Make them agree, or leave {name} out of the launch file"
         raise UsageError(
-            f"{name}: {given} in the launch file, {ours}: {value} in the training configuration. Make them agree, or "
-            f"leave {name} out of the launch file."
+            f"{name}: {given} in the launch file, {ours}: {value} in the training configuration. {remedy}."
         )
 
 

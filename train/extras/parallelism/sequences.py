@@ -35,10 +35,11 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
     Raises UserError for a batch with inputs that cannot be divided, such as a mask.
     """
     if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
-        raise UserError(
-            f"ranks divide sequences of input_ids alone, this task gives {', '.join(sorted(batch.inputs))}: use a task "
-            "that gives only input_ids, or a launch file without parallelism_config_sp_size and _cp_size."
+        remedy = (
+            "use a task that gives only input_ids, or a launch file without parallelism_config_sp_size and _cp_size"
         )
+        given = ", ".join(sorted(batch.inputs))
+        raise UserError(f"ranks divide sequences of input_ids alone, this task gives {given}: {remedy}.")
     rows, given = batch.labels.shape
     padding = (0, length - given, 0, num_rows - rows)
     labels = F.pad(batch.labels, padding, value=IGNORE)[:, positions]
@@ -55,10 +56,9 @@ def check_model(model: nn.Module, field: str, obstacle_of: Callable[[nn.Module, 
     if getattr(text, "output_router_logits", False):
         obstacle = "its experts are balanced over whole sequences (output_router_logits: true)"
     if obstacle is not None:
-        raise UserError(
-            f"parallelism_config_{field} in the launch file: {name} cannot divide its sequences among ranks: "
-            f"{obstacle}. Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
-        )
+        remedy = "Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml"
+        why = f"{name} cannot divide its sequences among ranks: {obstacle}. {remedy}"
+        raise UserError(f"parallelism_config_{field} in the launch file: {why}.")
 
 
 class ContextParallel(Engine):

@@ -73,10 +73,8 @@ def load_returned(config: Config, data: Source) -> Corpus:
     splits: dict[str, Any] = dict(found) if isinstance(found, dict) else {"train": found}
     name = f"dataset {data.dataset!r}"
     if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
-        raise UserError(
-            f"{name} returned {type(found).__name__}: return a 🤗 Dataset, or a dict of them with the keys train, "
-            "validation, test. Dataset.from_list(rows) makes one."
-        )
+        give = "return a 🤗 Dataset (Dataset.from_list(rows) makes one), or a dict of them: train, validation, test"
+        raise UserError(f"{name} returned {type(found).__name__}: {give}.")
     if unknown := splits.keys() - set(SPLITS):
         raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
     for split, documents in splits.items():
@@ -105,6 +103,10 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
         if None not in found:
             raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
         found["train"] = found.pop(None)
+    held = Path(data.validation_dataset or ".").resolve()
+    both = [file for file in found.get("train", ()) if Path(file).resolve().is_relative_to(held)]
+    if data.validation_dataset and both:
+        raise UserError(f"--validation_dataset {held}: {both[0]} would be trained on, too. Move it out of {path}.")
     names = {split: str(path) if len(found) == 1 else f"the {split} split of {path}" for split in found}
     return {str(split): readers.documents(files, data, names[split]) for split, files in found.items()}
 
@@ -144,19 +146,24 @@ def _split_of(names: Sequence[str], whole: bool = False) -> str | None:
 
 
 def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> list[Path]:
-    """Visible regular files below ``folder`` in sorted order."""
-    found: list[Path] = []
-    for parent, names, files in os.walk(folder):
-        names[:] = [name for name in names if not name.startswith(".") and name not in left_out]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(filter(Path.is_file, found), key=lambda file: file.relative_to(folder).as_posix())
+    """Visible files below ``folder``, in linked folders too, in sorted order; a link to nothing is found as a file."""
+    found, seen, failed = list[Path](), set[str](), list[OSError]()
+    for parent, names, files in os.walk(folder, onerror=failed.append, followlinks=True):
+        is_new = (real := os.path.realpath(parent)) not in seen
+        seen.add(real)
+        names[:] = sorted(name for name in names if is_new and not name.startswith(".") and name not in left_out)
+        found += [Path(parent, name) for name in files if is_new and not name.startswith(".")]
+    if failed:
+        raise UserError(f"{failed[0].filename}: {failed[0].strerror}.")
+    found = [file for file in found if file.is_file() or file.is_symlink()]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _load_stdlib(data: Source) -> Dataset:
     """The source and texts of this Python's standard library, all for training."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
-    texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
+    texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html") and file.is_file()]
     columns = Features({name: Value("string") for name in ("text", "source")})
     documents = readers.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
     if len(documents) < 2:
@@ -187,7 +194,8 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         # Not in memory: the parts land in the cache.
         parts = readers.cached(halves, documents.features, document=documents, fraction=fraction)
         if len(parts) < 2:
-            raise UserError(f"{name}: one document, too short to be split in two. Add text, or a validation split.")
+            notes = "".join(f" {note}." for note in data.notes)
+            raise UserError(f"{name}: one document, too short to split. Add text, or a validation split.{notes}")
         data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
         return parts.select([0]), parts.select([1])
     order = np.random.default_rng(0).permutation(len(documents))
@@ -209,7 +217,8 @@ def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[d
     """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
     text = document[0]["text"]
     place = round(len(text) * (1 - fraction))
-    cut = text.rfind("\n", max(place - 2000, 0), place) + 1 or place  # after a line if one ends nearby
+    near = place - min(2000, len(text) - place)  # the held-out part at most doubles
+    cut = text.rfind("\n", max(near, 0), place) + 1 or place  # after a line if one ends nearby
     yield from ({**document[0], "text": part} for part in (text[:cut], text[cut:]) if part.strip())
 
 

@@ -8,6 +8,7 @@ that are one document. Bytes that are not of the encoding become half characters
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
@@ -32,7 +33,7 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
-FORMAT = 9  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 10  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
@@ -97,7 +98,7 @@ def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str])
     """The rows of files; ``how``: sample_by, encoding and quoting. The text of text files is their column "text"."""
     for file in files:
         own = columns if Path(file).suffix.lower() in RECORD_SUFFIXES else ("text", columns[1])
-        shown = without_secrets(file).replace("\n", "\\n")
+        shown = without_secrets(file).replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
         for position, record in read_file(Path(file), own, *how):
             yield row(record, shown, position, own)
 
@@ -125,7 +126,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
     if not isinstance(text, str):
         raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")
     if found := _UNREADABLE.search(text):
-        encoding = "If the file is not UTF-8, name its encoding, such as --encoding cp1252"
+        encoding = "If the files are not UTF-8, name the encoding of all of them, such as --encoding cp1252"
         where = f"character {found.start() + 1} of {text_column!r}"
         raise RecordError(f"{where} is unreadable: NUL, half a surrogate pair, or a byte. {encoding}")
     if len(text) >= 2**29 and len(text.encode()) >= 2**31:  # which one value in Arrow cannot hold
@@ -167,8 +168,10 @@ def _read_text(path: Path, encoding: str, sample_by: str) -> Found:
 
 
 def _open(path: Path, encoding: str) -> TextIO:
-    encoding = "utf-8-sig" if encoding == "utf-8" else encoding  # a byte order mark is dropped
-    return path.open(encoding=encoding, errors="surrogateescape", newline="")
+    with path.open("rb") as file:
+        is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as Windows writes "Unicode"
+    encoding = "utf-16" if is_utf16 else "utf-8-sig" if encoding == "utf-8" else encoding  # the mark is dropped
+    return path.open(encoding=encoding, errors="surrogatepass" if is_utf16 else "surrogateescape", newline="")
 
 
 def _read_json(path: Path, encoding: str) -> Found:

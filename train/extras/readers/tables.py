@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import datasets
 import numpy as np
 from datasets import Dataset, config
 from datasets.fingerprint import Hasher
-from pyarrow import ArrowInvalid, compute
+from pyarrow import compute
 
 from train.extras.cache import file_digest
 from train.extras.digests import ROWS_AT_ONCE
@@ -84,9 +83,9 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
     table = table.select_columns(list(names)).rename_columns(names)
     if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
-        with suppress(ArrowInvalid):  # 1, 1.0 and true are the class 1, as in files; 0.5 stays a number
-            whole = table.select_columns("label").with_format("arrow")[:]["label"].cast("int64").to_pylist()
-            table = table.remove_columns("label").add_column("label", whole)  # pyright: ignore[reportCallIssue]
+        values: Any = table.with_format(None)["label"][:]  # 1, 1.0 and true are the class 1, as in files
+        texts = [str(v if v % 1 else int(v)) if v is not None and v % 1 >= 0 else None for v in values]
+        table = table.remove_columns("label").add_column("label", texts)  # pyright: ignore[reportCallIssue]
     # The one that a dataset was saved with need not stand for its content.
     table._fingerprint = Hasher.hash([table._fingerprint, contents])
     return good_rows(table, data, what)
@@ -112,8 +111,10 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
     for part in parts:
         text, label = part["text"], part[columns[-1]]
-        is_empty = compute.equal(compute.utf8_trim_whitespace(text), "")  # pyright: ignore
-        found = compute.if_else(label.is_null(nan_is_null=True), "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
+        trimmed: Any = [compute.utf8_trim_whitespace(column.cast("large_string")) for column in (text, label)]  # pyright: ignore
+        is_empty, is_blank = (compute.equal(column, "") for column in trimmed)  # pyright: ignore
+        lacks_label = compute.or_kleene(label.is_null(nan_is_null=True), is_blank) if data.labelled else label.is_null()  # pyright: ignore
+        found = compute.if_else(lacks_label, "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
         problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
     settle(bad, len(table), data, what)

@@ -177,7 +177,5 @@ def _push(run: Run, name: str, is_private: bool) -> None:
         api.create_repo(name, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
-        raise UserError(
-            f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}. With a connection, and after "
-            "'hf auth login', the same command uploads it."
-        ) from None
+        remedy = "With a connection, and after 'hf auth login', the same command uploads it"
+        raise UserError(f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}. {remedy}.") from None
