@@ -90,5 +90,7 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
         place = Path(error.filename or cache)
         if not cache.is_relative_to(place) and not place.is_relative_to(cache.parent):  # a file that make() reads
             raise
+        if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") == digests():
+            return make()  # a whole one, on a disk that can only be read
         remedy = "Name a folder that can be written, and has room, with HF_DATASETS_CACHE, or HF_HOME for all downloads"
         raise UserError(f"{cache.parent}: data cannot be cached there: {error.strerror}. {remedy}.") from None

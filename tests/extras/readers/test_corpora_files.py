@@ -931,6 +931,22 @@ def test_a_cache_that_is_full_is_named_and_a_file_that_cannot_be_read_too(number
         intact(cache, lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no", str(tmp_path / "own.txt"))))
 
 
+def test_a_whole_cache_that_can_only_be_read_is_used(
+    jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl({"text": "a"}, {"text": "b"})
+    first = texts(load(path))
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system", str(Path(config.HF_DATASETS_CACHE, "rows.lock")))
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    assert texts(load(path)) == first == {"a", "b"}
+    [arrow] = Path(config.HF_DATASETS_CACHE).glob("rows-*.arrow")
+    arrow.write_bytes(arrow.read_bytes() + b" ")
+    assert "data cannot be cached there: Read-only file system" in message(path)
+
+
 def test_a_run_that_waits_for_another_ones_cache_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
