@@ -162,7 +162,7 @@ class Task(causal_lm.Task):
             if not after.startswith(written):
                 yield from self._example(written, spans, tokenizer)
                 spans = []
-            says = message["content"].strip() or message.keys() - {"role", "content", "weight"}
+            says = message["content"].strip() or any(message[k] for k in message.keys() - {"role", "content", "weight"})
             spans += [(start, len(after))] if says and message.get("weight", 1) else []
             written = after
         yield from self._example(written, spans, tokenizer)

@@ -6,6 +6,7 @@ Use it with ``task: recipes/summaries.py:Task``, ``dataset: recipes/summaries.py
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import json
@@ -62,8 +63,9 @@ def _load(options: Options, split: str) -> datasets.Dataset:
         if path.is_file():
             kind, own = KINDS[path.suffix.lower()], {"data_files": {"train": str(path)}, "cache_dir": cache_for(path)}
             # 007 and None in a table stay the texts that they are.
-            plain = {"converters": dict.fromkeys(columns.values(), str), "keep_default_na": False}
-            own |= plain if kind == "csv" else {}
+            if kind == "csv":
+                with path.open(encoding="utf-8-sig", newline="") as file:
+                    own |= {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
             found: Any = datasets.load_dataset(kind, **own, split=split)
         elif path.is_dir():
             found = datasets.load_dataset(str(path), cache_dir=cache_for(path), split=split)

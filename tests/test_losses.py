@@ -616,6 +616,16 @@ def test_a_cast_of_logits_to_the_type_that_they_have_is_no_use_of_them() -> None
     assert obstacle_to_chunks(transformers.MambaForCausalLM(config)) is None
 
 
+def test_logits_that_are_changed_in_place_are_used() -> None:
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output: Any = super().forward(*args, **kwargs)
+            output.logits *= 0.25
+            return output
+
+    assert "computes with its logits" in str(obstacle_to_chunks(Scaled(network("llama").config)))
+
+
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
     model = network("llama")
     model.model.eval()

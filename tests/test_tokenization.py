@@ -204,7 +204,7 @@ def test_many_unknown_tokens_are_warned_of() -> None:
 
     assert notes("a rose is", "is a") == []
     [note] = notes("a rose is", "a tulip is")
-    assert note.startswith("WARNING: in the mean 20.0% of an example for validation are unknown tokens.")
+    assert note.startswith("WARNING: validation: on average 20.0% of an example's tokens are unknown.")
     assert notes("漢字", "漢字", "train:300") == []
 
 
@@ -217,7 +217,7 @@ def test_texts_that_are_one_unknown_token_are_warned_of_next_to_long_ones() -> N
     share = np.mean(np.concatenate(rows["tokens"][:]) == tokenizer.unk_token_id)
     assert share < 0.01
     [note] = own_tokenizers.warnings_of_unknown(examples, tokenizer)
-    assert "in the mean 16.7% of an example" in note  # of one example a third, of the other nothing
+    assert "on average 16.7% of an example" in note  # of one example a third, of the other nothing
 
 
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:

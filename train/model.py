@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.data import call_function
 from train.records import IGNORE, Run, UserError, one_line
-from train.tasks import Scores, Task, model_config_of, pad_token_id
+from train.tasks import Scores, Task, model_config_of, num_ids, pad_token_id
 
 
 class ModelWithLoss(nn.Module):
@@ -80,7 +80,7 @@ def build_model(
     network = build_network(run, task, tokenizer, label_names, has_weights)
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)
-    run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
+    run.extras.each("check_model", run, network, task, (num_ids(tokenizer), len(label_names)))
     keep_cache(network, False)
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()

@@ -110,6 +110,9 @@ def test_summaries_are_texts_as_they_are_in_the_file(load_recipe: Callable[[str]
         None,
         None,
     ]
+    years = "".join(f"a,b,{'' if n == 15_000 else 1999}\n" for n in range(20_000))  # a column that is not read
+    (tmp_path / "years.csv").write_text(f"document,summary,year\n{years}")
+    assert len(documents(recipe, path=str(tmp_path / "years.csv"))["train"]) == 20_000
     path = written(tmp_path / "rows.jsonl", {"document": "a", "summary": ["b"]})
     with pytest.raises(UserError, match=r"row 0: 'summary' holds list; it has to be text"):
         documents(recipe, path=str(path))
@@ -220,6 +223,7 @@ def test_what_the_assistant_says_is_the_target(load_recipe: Callable[[str], Modu
     # Weights, tools, and an answer whose beginning is one token with the end of the prompt.
     assert examples(recipe, [ask("a"), say("1", weight=0), ask("b"), say("2")])[0][0].count("[") == 1
     assert examples(recipe, [ask("a"), say(" "), ask("b"), say("2")])[0][0].count("[") == 1
+    assert examples(recipe, [ask("a"), say("", tool_calls=[]), ask("b"), say("2")])[0][0].count("[") == 1
     assert examples(recipe, [ask("a"), say("", tool_calls=[{"function": {"name": "f"}}])])[0][0].count("[") == 1
     assert examples(recipe, two, tools=[{"name": "f"}])[0][0].startswith("[f]<|user|>")
     joined = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>t{% endif %}").replace(

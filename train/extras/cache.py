@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import inspect
 import logging
@@ -23,6 +24,7 @@ from train.figures import write_whole
 from train.records import UserError
 from train.tasks import Task
 
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", 0)}
 SECONDS_UNTIL_TOLD = 5.0  # that it waits for another run
 ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
@@ -73,7 +75,7 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
         try:
             held = FileLock(lock).acquire(timeout=SECONDS_UNTIL_TOLD)
         except Timeout:
-            logger.warning("waiting for another run, which makes the same: %s", cache)
+            logger.warning("waiting for another process that makes the same data: %s", cache)
             held = FileLock(lock).acquire()
         with held:
             known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
@@ -87,10 +89,11 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
                 write_whole(kept, digests())
         return dataset
     except OSError as error:
-        place = Path(error.filename or cache)
-        if not cache.is_relative_to(place) and not place.is_relative_to(cache.parent):  # a file that make() reads
+        name = error.filename  # of Arrow's errors there is none
+        is_own = isinstance(name, str) and (cache.is_relative_to(name) or Path(name).is_relative_to(cache.parent))
+        if not is_own and (name is not None or error.errno not in FULL):  # a file that make() reads
             raise
         if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") == digests():
             return make()  # a whole one, on a disk that can only be read
-        remedy = "Name a folder that can be written, and has room, with HF_DATASETS_CACHE, or HF_HOME for all downloads"
+        remedy = "Set HF_DATASETS_CACHE (HF_HOME for all downloads) to a folder that can be written and has room"
         raise UserError(f"{cache.parent}: data cannot be cached there: {error.strerror}. {remedy}.") from None

@@ -32,29 +32,16 @@ class Situation:
 # In a traceback: a model on its way to the card, or the first state of its optimizer.
 _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
+_TEXTS = yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text(encoding="utf-8"))
 _HINTS = {remedy.name: [remedy.hint] for remedy in reversed(ladder.REMEDIES)}  # of two with a name the first
 _HINTS["all"] = [remedy.hint for remedy in ladder.REMEDIES]
 _HINTS["few"] = [remedy.hint for remedy in (ladder.CHUNKED, ladder.MICRO_BATCH, ladder.CHECKPOINTING)]
 _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, what it does
     cause: [hint for entry in entries for hint in (entry.items() if isinstance(entry, dict) else _HINTS[entry])]
-    for cause, entries in yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text("utf-8")).items()
+    for cause, entries in _TEXTS["remedies"].items()
 }
 # What is told by words alone, squeezed: cause, what happened, why.
-_BY_WORDS = {
-    r"(?i:buserror|insufficientsharedmemory)|writetofile</torch_|Nospaceleft\S{0,200}/dev/shm"
-    r"|(?:segment|failedtoextend)/dev/shm|(?:sharedmemoryobject|/dev/shm)\S{0,200}Nospaceleft": (
-        "shared",
-        "/dev/shm was full: neither the GPU nor, as a rule, main memory.",
-        "processes that load data hand over their batches there. A container has 64 MiB of it unless told otherwise.",
-    ),
-    r"(?:Killed|[:\d]killed)(?!by)|(?<!viaSignals\.)SIGKILL|(?:^|\$\?)137$"
-    r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status)?|status)[:=]?(?:137|-9)(?!\d)": (
-        "host",
-        "The system killed a process (signal 9, which shells report as exit status 137).",
-        "nearly always for want of main memory (RAM), not of the GPU's: dmesg then says 'Killed process'. Otherwise a "
-        "scheduler's limit, or kill -9.",
-    ),
-}
+_BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told in _TEXTS["by_words"].items()}
 
 
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:

@@ -147,7 +147,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             said = self._errors.read().strip().splitlines()[-1:]
             self.close()
             what = f"the prediction ended with status {status}: {' '.join(said) or 'no message'}"
-            raise UserError(f"{what}. This cannot be predicted here; a run still measures it.") from None
+            raise UserError(f"{what}. The memory of this cannot be predicted here; a run measures it.") from None
         if isinstance(answer, CannotStandInError) and self._hides_cards:
             self.close()
             self._hides_cards = False

@@ -103,11 +103,12 @@ class MemorySession:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            found = self._predictor.predict(job := self._jobs(config.changed(**changes))[0])
-            if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
+            found = [(job, self._predictor.predict(job)) for job in self._jobs(config.changed(**changes))]
+            on_host = max(host_bytes(*each) for each in found)
+            if self._device.type != "cpu" and on_host > (free := free_host_bytes()):
                 where = f"{gib(on_host)} of host memory, but only {gib(free)} is free"
                 raise UserError(f"{name}: auto: offloading would take {where}.")
-            return found.least_reserved_bytes
+            return max(prediction.least_reserved_bytes for _, prediction in found)
 
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available. MPS shares with the host.

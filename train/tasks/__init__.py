@@ -197,6 +197,11 @@ def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
+def num_ids(tokenizer: Tokenizer) -> int:
+    """How many embeddings a model needs: ids of some tokenizers have gaps."""
+    return max(len(tokenizer), 1 + max(getattr(tokenizer, "get_vocab", dict)().values(), default=0))
+
+
 def pad_token_id(tokenizer: Tokenizer) -> int:
     """The padding token, or the end token where there is none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

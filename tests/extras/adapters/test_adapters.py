@@ -189,6 +189,19 @@ def test_dense_layers_next_to_experts_get_adapters_of_their_own() -> None:
     assert not any("experts" in name and "shared" not in name for name in adapted)
 
 
+def test_a_linear_layer_with_a_forward_of_its_own_gets_an_adapter() -> None:
+    """Falcon's multiplies by itself."""
+    model = built(
+        {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, adapter="lora"
+    )
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {
+        "query_key_value",
+        "dense",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    }
+
+
 def test_a_router_that_gives_more_than_a_product_gets_no_adapter() -> None:
     """phimoe's is a linear layer that returns a tuple."""
     mixture = {**LLAMA, "model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -523,12 +523,15 @@ def test_documents_to_validate_on_are_not_trained_on(jsonl: Write, tmp_path: Pat
     held = jsonl({"text": "v"}, name="own/held.jsonl")
     jsonl({"text": "t"}, name="own/more.jsonl")
     folder = tmp_path / "own"
-    for validation in (held, folder):
-        said = message(folder, validation_dataset=str(validation))
-        assert f"{held} would be trained on, too. Move it out of {folder}." in said
+    said = message(folder, validation_dataset=held)
+    assert said == f"--validation_dataset {held}: {held} would be trained on, too. Give other documents."
+    assert "would be trained on" in message(held, validation_dataset=held)
+    assert "would be trained on" in message(folder, validation_dataset=str(folder))
     named = jsonl({"text": "v"}, name="split/validation.jsonl")
     jsonl({"text": "t"}, name="split/train.jsonl")
-    assert load(tmp_path / "split", validation_dataset=named).splits["train"]["text"][:] == ["t"]
+    for validation in (named, str(tmp_path / "split")):
+        corpus = load(tmp_path / "split", validation_dataset=validation)
+        assert [corpus.splits[name]["text"][:] for name in ("train", "validation")] == [["t"], ["v"]]
 
 
 def test_too_little_for_two_splits(jsonl: Write) -> None:
@@ -565,6 +568,9 @@ def test_linked_folders_are_read_once_and_what_cannot_be_read_is_named(
     (folder / "e.txt").symlink_to(tmp_path / "gone.txt")
     assert message(folder) == f"{folder / 'e.txt'}: No such file or directory."
     (folder / "e.txt").unlink()
+    os.mkfifo(tmp_path / "pipe")
+    (folder / "p.txt").symlink_to(tmp_path / "pipe")  # which is not waited for
+    assert texts(load(folder)) == {"own/a.txt", "own/sub/b.txt", "other/c.txt", "other/d.txt"}
 
     scan = os.scandir
 
@@ -605,6 +611,8 @@ def test_utf_16_is_known_by_its_mark(encoding: str, tmp_path: Path) -> None:
     assert [row["text"] for row in found["t.tsv"]] == [row["text"] for row in found["t.jsonl"]] == ["Größe", "漢字"]
     (tmp_path / "t.txt").write_bytes(mark + "ab\ud800c".encode(encoding, "surrogatepass"))
     assert "character 3 of 'text' is unreadable" in message(tmp_path / "t.txt")
+    (tmp_path / "t.txt").write_bytes(mark + "abc".encode(encoding) + b"x")
+    assert "t.txt:end: unreadable from here on: 'utf-16" in message(tmp_path / "t.txt")
 
 
 def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
@@ -925,8 +933,11 @@ def test_a_cache_that_is_full_is_named_and_a_file_that_cannot_be_read_too(number
     def full() -> Any:
         raise OSError(number, "No space left on device")  # as Arrow raises it: without a file
 
-    with pytest.raises(UserError, match=rf"{cache.parent}: data cannot be cached there: No space .* has room, with HF"):
+    with pytest.raises(UserError, match=rf"{cache.parent}: data cannot be cached there: No space .* has room\."):
         intact(cache, full)
+    for other in (ConnectionError("no net"), OSError(errno.EIO, "Input/output error")):  # of what is read
+        with pytest.raises(OSError, match=r"no net|Input/output"):
+            intact(cache, lambda other=other: (_ for _ in ()).throw(other))
     with pytest.raises(PermissionError, match=r"own\.txt"):
         intact(cache, lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no", str(tmp_path / "own.txt"))))
 
@@ -962,7 +973,7 @@ def test_a_run_that_waits_for_another_ones_cache_says_so(
     is_held.wait()
     assert intact(tmp_path / "rows-1", lambda: cast("Any", "made")) == "made"
     thread.join()
-    assert "waiting for another run, which makes the same" in caplog.text
+    assert "waiting for another process that makes the same data" in caplog.text
     caplog.clear()
     assert intact(tmp_path / "rows-2", lambda: cast("Any", "made")) == "made" and not caplog.text
 

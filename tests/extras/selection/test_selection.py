@@ -121,9 +121,11 @@ def test_a_best_whose_checkpoint_failed_leaves_the_next_best_that_is_on_the_disk
     )
     run.outputs.note = Mock()
     assert extra.final_step(run, progress) == left[1]
-    said = [call.args[0] for call in run.outputs.note.call_args_list]
+    said = [line for call in run.outputs.note.call_args_list for line in call.args]
     assert [line.partition(" cannot")[0] for line in said] == [
         f"the best checkpoint, of step {step}," for step in (6, left[0])
     ]
     damaged |= {2, 3, 4, 5, 7}
+    run.outputs.note.return_value = None
     assert extra.final_step(run, progress) is None
+    assert run.outputs.note.call_args.args == ("no evaluated checkpoint is intact: final/ has the last weights",)

@@ -12,6 +12,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -133,8 +134,14 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether an adapter next to it takes part; some layers' weights are used elsewhere, some routers give more."""
-    is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "quant_state")
-    return is_plain and not isinstance(module, NonDynamicallyQuantizableLinear)
+    if not isinstance(module, nn.Linear | Conv1D) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "quant_state"):
+        return True
+    layer: Any = module  # a forward of its own is tried
+    with suppress(Exception), torch.no_grad():
+        return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), Tensor)
+    return False
 
 
 def _heads(model: nn.Module, auto_class: str) -> list[str]:
@@ -194,8 +201,9 @@ class AdapterState(TrainingState):
         """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         if values.get("frozen") != self.frozen_digest:
             digests = f"{self.frozen_digest[:16]}, those of the checkpoint {str(values.get('frozen'))[:16]}"
-            remedy = "Give the same model, in the same type, or --resume never to start from scratch"
-            raise UserError(f"the frozen weights have the digest {digests}: the model has changed. {remedy}.")
+            remedy = "Give the same ones, or --resume never to start from scratch"
+            why = "the model's files, type or quantisation have changed"
+            raise UserError(f"the frozen weights have the digest {digests}: {why}. {remedy}.")
         super().restore(blocks, values)
 
     @cached_property

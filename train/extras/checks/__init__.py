@@ -61,6 +61,7 @@ class Extra(extras.Extra):
         import transformers
 
         from train.extras.checks import fit
+        from train.tasks import num_ids
 
         if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):  # a plan has a stand-in
             fit.check_tokenizer(task(run.config), tokenizer)
@@ -69,8 +70,7 @@ class Extra(extras.Extra):
             if type(model_config) not in known and task.auto_class not in (own or {}):
                 what = f"transformers has no {model_config.model_type} for {task.name}"
                 raise UserError(f"model: {what}: give another model or task.")
-            last = max(getattr(tokenizer, "get_vocab", dict)().values(), default=0)  # ids may have gaps
-            fit.check_sizes(model_config, max(len(tokenizer), last + 1), run.config.data.max_length)
+            fit.check_sizes(model_config, num_ids(tokenizer), run.config.data.max_length)
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit
@@ -92,7 +92,7 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Says where an index out of range may come from, which a card reports only as an assertion."""
         if "abruptly died during map" in str(error):  # as 🤗 Datasets says it
-            why = "a process that tokenises was killed, mostly because the host's memory is full"
+            why = "a process that tokenises was killed, most likely because the host's memory was full"
             return f"{why}. Try --preprocessing_num_workers 1, or shorter documents (--sample_by line)."
         if run is not None and re.search("index out of range in self|device-side assert", str(error)):
             length = run.config.data.max_length

@@ -43,7 +43,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
             if task.config.get("on_bad_record", "error") == "error":
                 more = "" if task.config.get("max_train_samples") is None else "raise --max_train_samples, "
                 remedy = f"Correct it, {more}or leave such records out with --on_bad_record skip"
-                raise UserError(f"{where} (its labels: {', '.join(names[:20])}). {remedy}. Is it the --label_column?")
+                raise UserError(f"{where} (it has {', '.join(names[:20])}). {remedy}. Is it the right --label_column?")
             notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
             splits[split] = documents.select(np.flatnonzero(is_known))
     return replace(corpus, splits=splits, notes=tuple(notes))

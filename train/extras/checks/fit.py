@@ -70,6 +70,7 @@ def check_shards(model: nn.Module) -> None:
     """Raises UserError where a rank holds no row of a parameter: torch has no largest element of nothing."""
     for name, parameter in model.named_parameters():
         mesh, rows = getattr(parameter, "device_mesh", None), math.prod(parameter.shape[:1])
-        if mesh is not None and parameter.requires_grad and -(-rows // mesh.size()) * (mesh.size() - 1) >= rows:
-            why = f"grad_norm_type: inf cannot be computed where ranks have no row of {name}, which has {rows}"
+        ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)  # replicas come first
+        if parameter.requires_grad and -(-rows // ranks) * (ranks - 1) >= rows > 0:
+            why = f"grad_norm_type: inf cannot be computed: {name} has only {rows} rows, so some ranks hold none"
             raise UserError(f"{why}. Use --grad_norm_type 2, or fewer processes.")

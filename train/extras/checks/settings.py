@@ -23,10 +23,9 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     if says("ACCELERATE_USE_FSDP") and environment.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
     if says("FSDP_ACTIVATION_CHECKPOINTING"):
-        why = (
-            "it recomputes with other dropout, so gradients would be wrong. Set false, and use --gradient_checkpointing"
-        )
-        raise UsageError(f"fsdp_activation_checkpointing: true in the launch file: {why}.")
+        why = "recomputes with other dropout, so gradients would be wrong"
+        remedy = "Set it to false, and use --gradient_checkpointing"
+        raise UsageError(f"fsdp_activation_checkpointing: true in the launch file {why}. {remedy}.")
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     copies = math.prod(size for name, size in sizes.items() if not name.startswith("dp_"))

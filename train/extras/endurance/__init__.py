@@ -134,11 +134,13 @@ class Extra(extras.Extra):
         from train.step import Engine
 
         on_oom, is_alone, launch = run.config.of(Options).on_oom, run.launch.world_size == 1, run.launch
+        own = run.accelerator.state.dynamo_plugin
         # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
         why = f"{launch} cannot repeat a step" if launch.engine != "ddp" or launch.copies > 1 else None
-        if not is_alone and (own := run.accelerator.state.dynamo_plugin) and own.backend != DynamoBackend.NO:
+        if why is None and type(engine) is not Engine:
+            why = "another engine makes the step"
+        if why is None and not is_alone and getattr(own, "backend", DynamoBackend.NO) != DynamoBackend.NO:
             why = "DDP is compiled"
-        why = why if type(engine) is Engine else "another engine makes the step"
         is_asked = on_oom in ("split", "adapt")
         if why is not None or not (is_asked or (on_oom == "auto" and is_alone)):
             run.outputs.note(f"on_oom: {on_oom} does nothing here: {why}" if is_asked else None)
@@ -282,14 +284,11 @@ def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names if world_size == 1}
     started = max(found.values())
     if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-        what = (
-            f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not set"
-        )
+        what = f"{started} processes were started that do not know each other: no RANK, MASTER_ADDR or MASTER_PORT"
         remedy = "Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how)"
         raise UserError(f"{what}. {remedy}; for one process unset {max(found, key=found.__getitem__)}.")
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:
-        raise UserError(
-            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
-            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
-        )
+        remedy = "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it"
+        what = "the launcher was asked for several processes and started one"
+        raise UserError(f"{what}. On CPUs use accelerate_configs/ddp.yaml {remedy}.")

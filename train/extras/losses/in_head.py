@@ -78,8 +78,10 @@ class _Watch(TorchFunctionMode):
     is_used: bool = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        versions = [t._version for t in self.given]
         found = func(*args, **(kwargs or {}))
-        is_same = any(found is t for t in self.given)  # .float() of the fp32 that it is already
+        # .float() of the fp32 that it is already; not what changes it in place
+        is_same = any(found is t and t._version == v for t, v in zip(self.given, versions, strict=False))
         computes = not is_same and (isinstance(found, Tensor) or getattr(func, "__name__", "") != "__get__")  # a shape
         self.is_used |= computes and any(leaf is t for leaf in tree_leaves((args, kwargs)) for t in self.given)
         return found

@@ -38,6 +38,7 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
     from train.extras.weightless import LIMIT, skipped_positions
+    from train.tasks import num_ids
 
     if model_type not in CONFIG_MAPPING:
         close = meant(model_type, CONFIG_MAPPING)
@@ -54,7 +55,7 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
         fields[LIMIT] = max_length
     if task.is_causal and getattr(known, "is_decoder", None) is False:
         fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
-    config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
+    config = AutoConfig.for_model(model_type, **{"vocab_size": num_ids(tokenizer), **ids, **fields})
     if is_free:  # some count positions from the padding's on: with max_length rows the last texts would not fit
         # By its class: from_config would have DeepSpeed shard it, a collective. A run reports what cannot be built.
         with suppress(Exception), torch.device("meta"):

@@ -22,12 +22,8 @@ class Options:
     """Optimizers that need less memory."""
 
     optimizer_offload: bool = option(False, "Keep, and update, adamw's state and bf16 weights' originals on the host.")
-    optimizer_in_backward: bool = option(
-        False, "Update each weight as soon as its gradient is there; one process, one micro-batch, no max_grad_norm."
-    )
-    bf16_update: Literal["nearest", "stochastic", "kahan"] = option(
-        "nearest", "How adamw rounds bf16 weights; kahan keeps the error in 2 more bytes per weight."
-    )
+    optimizer_in_backward: bool = option(False, "Update in backward; one process, one micro-batch, no max_grad_norm.")
+    bf16_update: Literal["nearest", "stochastic", "kahan"] = option("nearest", "How adamw rounds bf16 weights.")
     sgd_momentum: float = option(0.9, "Momentum of sgd.", ge=0)
 
 

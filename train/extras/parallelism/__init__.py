@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 class Options:
     """How ranks share the work; the launch file says the rest."""
 
-    find_unused_parameters: bool = option(
-        False, "Let DDP expect parameters that have no gradient in some steps; automatic if they never have one."
-    )
+    find_unused_parameters: bool = option(False, "Let DDP expect parameters that have no gradient in some steps.")
 
 
 class Extra(extras.Extra):

@@ -35,9 +35,7 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
     Raises UserError for a batch with inputs that cannot be divided, such as a mask.
     """
     if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
-        remedy = (
-            "use a task that gives only input_ids, or a launch file without parallelism_config_sp_size and _cp_size"
-        )
+        remedy = "use a task that gives only input_ids, or a launch file without sp_size and cp_size"
         given = ", ".join(sorted(batch.inputs))
         raise UserError(f"ranks divide sequences of input_ids alone, this task gives {given}: {remedy}.")
     rows, given = batch.labels.shape

@@ -36,9 +36,7 @@ class Options:
     encoding: Encoding = option("utf-8", "Of text files, JSON and CSV; of Windows often cp1252.")
     quoting: Literal["standard", "none"] = option("standard", "none: quotes in CSV and TSV are only characters.")
     sample_by: Literal["document", "line"] = option("document", "What one document of a text file is.")
-    on_bad_record: Literal["error", "skip"] = option(
-        "error", "Unreadable line, missing column, unknown label: refuse, or skip and report with file and line."
-    )
+    on_bad_record: Literal["error", "skip"] = option("error", "Unreadable line, missing column, unknown label.")
     on_empty_document: Literal["skip", "error"] = option("skip", "Documents without text.")
 
 

@@ -9,6 +9,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,19 +97,25 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
     """
     if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return tables.load_saved(path, data, only_validation)
-    found = _find(path, data)
-    if only_validation:
-        found = {"validation": found.get("validation") or [file for files in found.values() for file in files]}
-    elif "train" not in found:
+    found: dict[Any, list[str]]
+    found = {"validation": _to_validate_on(path, data)} if only_validation else _find(path, data)
+    if "train" not in found and not only_validation:
         if None not in found:
             raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
         found["train"] = found.pop(None)
-    held = Path(data.validation_dataset or ".").resolve()
-    both = [file for file in found.get("train", ()) if Path(file).resolve().is_relative_to(held)]
-    if data.validation_dataset and both:
-        raise UserError(f"--validation_dataset {held}: {both[0]} would be trained on, too. Move it out of {path}.")
+    held = set[str]()
+    if (other := data.validation_dataset) is not None and not only_validation:
+        with suppress(UserError):  # a saved dataset has other files
+            held = {os.path.realpath(file) for file in _to_validate_on(Path(other), replace(data, notes=[]))}
+    if held and (both := [file for file in found["train"] if os.path.realpath(file) in held]):
+        raise UserError(f"--validation_dataset {other}: {both[0]} would be trained on, too. Give other documents.")
     names = {split: str(path) if len(found) == 1 else f"the {split} split of {path}" for split in found}
     return {str(split): readers.documents(files, data, names[split]) for split, files in found.items()}
+
+
+def _to_validate_on(path: Path, data: Source) -> list[str]:
+    found = _find(path, data)
+    return found.get("validation") or [file for files in found.values() for file in files]
 
 
 def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
@@ -151,11 +158,12 @@ def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> list[Path
     for parent, names, files in os.walk(folder, onerror=failed.append, followlinks=True):
         is_new = (real := os.path.realpath(parent)) not in seen
         seen.add(real)
-        names[:] = sorted(name for name in names if is_new and not name.startswith(".") and name not in left_out)
+        names[:] = [name for name in names if is_new and not name.startswith(".") and name not in left_out]
+        names.sort(key=lambda name: (os.path.islink(os.path.join(parent, name)), name))  # noqa: PTH114, PTH118
         found += [Path(parent, name) for name in files if is_new and not name.startswith(".")]
     if failed:
         raise UserError(f"{failed[0].filename}: {failed[0].strerror}.")
-    found = [file for file in found if file.is_file() or file.is_symlink()]
+    found = [file for file in found if file.is_file() or not file.exists()]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 

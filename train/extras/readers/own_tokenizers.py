@@ -99,9 +99,9 @@ def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTo
         if "tokens" in split.column_names:
             some: Any = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
             # Of each example: where a whole text is one unknown token, its tokens are few.
-            if (share := np.mean([np.mean(tokens == unknown) for tokens in some["tokens"][:]])) > MOST_UNKNOWN:
+            if (share := np.mean([np.mean(t == unknown) for t in some["tokens"][:] if len(t)] or [0])) > MOST_UNKNOWN:
                 remedy = "Take another tokenizer, such as bytes or train:8192"
-                yield f"WARNING: in the mean {share:.1%} of an example for {name} are unknown tokens. {remedy}"
+                yield f"WARNING: {name}: on average {share:.1%} of an example's tokens are unknown. {remedy}"
 
 
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:

@@ -99,8 +99,10 @@ def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str])
     for file in files:
         own = columns if Path(file).suffix.lower() in RECORD_SUFFIXES else ("text", columns[1])
         shown = without_secrets(file).replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
-        for position, record in read_file(Path(file), own, *how):
-            yield row(record, shown, position, own)
+        try:
+            yield from (row(record, shown, position, own) for position, record in read_file(Path(file), own, *how))
+        except UnicodeDecodeError as error:  # UTF-16 that was cut off
+            yield row(RecordError(f"unreadable from here on: {one_line(error)}"), shown, "end", own)
 
 
 def row(record: Any, file: str, position: int | str | None, columns: Columns) -> dict[str, Any]:

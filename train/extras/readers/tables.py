@@ -111,9 +111,10 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
     for part in parts:
         text, label = part["text"], part[columns[-1]]
-        trimmed: Any = [compute.utf8_trim_whitespace(column.cast("large_string")) for column in (text, label)]  # pyright: ignore
-        is_empty, is_blank = (compute.equal(column, "") for column in trimmed)  # pyright: ignore
-        lacks_label = compute.or_kleene(label.is_null(nan_is_null=True), is_blank) if data.labelled else label.is_null()  # pyright: ignore
+        is_empty, lacks_label = compute.equal(compute.utf8_trim_whitespace(text), ""), label.is_null(nan_is_null=True)  # pyright: ignore
+        if data.labelled:
+            blank = compute.equal(compute.utf8_trim_whitespace(label.cast("large_string")), "")  # pyright: ignore
+            lacks_label = compute.or_kleene(lacks_label, blank)  # pyright: ignore
         found = compute.if_else(lacks_label, "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
         problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]

@@ -75,15 +75,11 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
     written = Path(config.output.output_dir) / "final"
     if source is not None and config.architecture.is_function and (written / "adapter_config.json").exists():
-        return (
-            f"These are the adapters of the model that `{_public(source)}` builds. `PeftModel.from_pretrained(base, "
-            '"path/to/this/folder")` puts them on its base.'
-        )
+        how = '`PeftModel.from_pretrained(base, "path/to/this/folder")` puts them on its base.'
+        return f"These are the adapters of the model that `{_public(source)}` builds. {how}"
     if source is not None and config.architecture.is_function and not (written / "config.json").exists():
-        return (
-            f"The weights are in `model.safetensors`; build the model with `{_public(source)}` and fill it with "
-            "`safetensors.torch.load_model`. The tokenizer loads with `AutoTokenizer.from_pretrained`."
-        )
+        how = f"build the model with `{_public(source)}` and fill it with `safetensors.torch.load_model`"
+        return f"The weights are in `model.safetensors`; {how}. `AutoTokenizer.from_pretrained` loads the tokenizer."
     text = (
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained("path/to/this/folder")\n'

@@ -162,8 +162,8 @@ class Extra(extras.Extra):
             for step in dict.fromkeys([best, *self._best_first(run)]):
                 if (why := verify(outputs.checkpoints / f"step-{step:08d}")) is None:
                     return step
-                outputs.note(f"the best checkpoint, of step {step}, cannot be used ({why}): the next best is taken")
-            return None
+                outputs.note(f"the best checkpoint, of step {step}, cannot be used ({why})")
+            return outputs.note("no evaluated checkpoint is intact: final/ has the last weights")
 
         return best if outputs.is_complete(progress.step, best) else outputs.from_main(choose)  # final/ has it already
 
@@ -180,5 +180,5 @@ def load_metric(name: str, num_classes: int) -> Any:
         metric.compute(predictions=classes, references=classes)
         return metric
     except Exception as error:  # metric scripts fail in their own ways
-        offline = "Metrics on the Hub need a connection; accuracy, macro F1 and the confusion matrix do not."
+        offline = "Metrics on the Hub need a connection; accuracy, macro F1 and the confusion matrix need none."
         raise UserError(f"metrics: {name!r} cannot be used: {one_line(error)} {offline}") from None
