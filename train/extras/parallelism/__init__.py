@@ -131,10 +131,8 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Explains what DDP waits for."""
         if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
-            return (
-                "a step left parameters without a gradient, which DDP waits for: other steps use them. "
-                "--find_unused_parameters has it look for them in each step."
-            )
+            why = "a step left parameters without a gradient, which DDP waits for: other steps use them"
+            return f"{why}. --find_unused_parameters has it look for them in each step."
         return None
 
 

@@ -99,10 +99,8 @@ def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str])
     for file in files:
         own = columns if Path(file).suffix.lower() in RECORD_SUFFIXES else ("text", columns[1])
         shown = without_secrets(file).replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()
-        try:
-            yield from (row(record, shown, position, own) for position, record in read_file(Path(file), own, *how))
-        except UnicodeDecodeError as error:  # UTF-16 that was cut off
-            yield row(RecordError(f"unreadable from here on: {one_line(error)}"), shown, "end", own)
+        for position, record in read_file(Path(file), own, *how):
+            yield row(record, shown, position, own)
 
 
 def row(record: Any, file: str, position: int | str | None, columns: Columns) -> dict[str, Any]:
@@ -153,11 +151,16 @@ def read_file(
 ) -> Found:
     """The records of a file by its suffix, with these columns at least; UserError for one that cannot be used."""
     suffix, wanted = path.suffix.lower(), [column for column in columns if column is not None]
-    if suffix == ".parquet":
-        return _read_parquet(path, wanted)
-    if suffix in (".csv", ".tsv"):
-        return _read_csv(path, wanted, encoding, csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL)
-    return _read_json(path, encoding) if suffix in RECORD_SUFFIXES else _read_text(path, encoding, sample_by)
+    try:
+        if suffix == ".parquet":
+            yield from _read_parquet(path, wanted)
+        elif suffix in (".csv", ".tsv"):
+            yield from _read_csv(path, wanted, encoding, csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL)
+        else:
+            is_text = suffix not in RECORD_SUFFIXES
+            yield from _read_text(path, encoding, sample_by) if is_text else _read_json(path, encoding)
+    except UnicodeDecodeError as error:  # UTF-16 that was cut off
+        yield "end", RecordError(f"unreadable from here on: {one_line(error)}")
 
 
 def _read_text(path: Path, encoding: str, sample_by: str) -> Found:

@@ -88,10 +88,8 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     if adapter == "none":
         return text
     base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
-    return (
-        f"{text}\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
-        f"`PeftModel.from_pretrained(base, ...)`; its base is {base}."
-    )
+    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}."
+    return f"{text}\n\nThe adapter is merged into these weights. {how}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
