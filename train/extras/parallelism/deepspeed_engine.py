@@ -127,7 +127,7 @@ def _compare(prefix: str, name: str, ours: str, value: Any) -> None:
         same = given in ("auto", "None", value)
     if not same:
         remedy = f"Make them agree, or leave {name} out of the launch file"
-        raise UsageError(f"{name}: {given} in the launch file, but {ours}: {value} in the run's. {remedy}.")
+        raise UsageError(f"{name}: {given} in the launch file, {ours}: {value} in the run's. {remedy}.")
 
 
 def _refuse(config: Config, stage: int, devices: dict[str, str]) -> None:
