@@ -6,6 +6,7 @@ import codecs
 import errno
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -554,6 +555,7 @@ def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> No
 # Folders
 
 
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="links and pipes")
 def test_linked_folders_are_read_once_and_what_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,6 +586,7 @@ def test_linked_folders_are_read_once_and_what_cannot_be_read_is_named(
     assert message(folder) == f"{folder / 'sub'}: Permission denied."
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no such names")
 def test_a_name_that_is_not_utf_8_is_shown_with_its_bytes(tmp_path: Path) -> None:
     for name in (b"Vertr\xe4ge.txt", b"b.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(name.decode("latin-1"))
