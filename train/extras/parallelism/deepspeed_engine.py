@@ -126,8 +126,8 @@ def _compare(prefix: str, name: str, ours: str, value: Any) -> None:
     except ValueError:
         same = given in ("auto", "None", value)
     if not same:
-        remedy = f"Make them agree, or leave {name} out of the launch file"
-        raise UsageError(f"{name}: {given} in the launch file, {ours}: {value} in the run's. {remedy}.")
+        what = f"{name}: {given} in the launch file, {ours}: {value} in the training configuration"
+        raise UsageError(f"{what}. Make them agree, or leave {name} out of the launch file.")
 
 
 def _refuse(config: Config, stage: int, devices: dict[str, str]) -> None:
