@@ -25,7 +25,7 @@ from train.records import UserError
 from train.tasks import Task
 
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", 0)}
-SECONDS_UNTIL_TOLD = 5.0  # that it waits for another run
+SECONDS_UNTIL_TOLD = 5.0  # that it waits for another process
 ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
 logger = logging.getLogger(__name__)

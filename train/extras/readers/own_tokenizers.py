@@ -91,7 +91,7 @@ def ids_of_bytes(text: str) -> list[int]:
 
 
 def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """A line for each split whose examples have many unknown tokens in the mean, by a thousand of each."""
+    """A line for each split whose examples have many unknown tokens on average, by a thousand of each."""
     unknown = tokenizer.unk_token_id
     if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return  # GPT-2's unknown is its end
