@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from support import ROOT, checkpoint_digests
 from test_main import STEPS
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
@@ -239,3 +240,32 @@ def test_processes_find_each_other_without_being_told_of_cpus(recipe: Path, tmp_
     assert "device: 2 × CPU" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["gradient_accumulation_steps"]) == (2, 2)
+
+
+def test_fsdp2_trains_a_pretrained_model_with_a_buffer_and_a_new_head(tmp_path: Path) -> None:
+    """Routers of deepseek_v3 have a buffer that is saved. A launch file may ask for the first rank's weights."""
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "v_head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
+    ranks = {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **heads, **experts, **ranks)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "pretrained")
+    rows = [f"the {number}th text is {kind},{kind}\n" for number in range(40) for kind in ("good", "bad")]
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(rows))
+    flags = (
+        "--task",
+        "sequence_classification",
+        "--model",
+        tmp_path / "pretrained",
+        "--dataset",
+        tmp_path / "rows.csv",
+    )
+    flags += ("--tokenizer", "bytes", "--max_length", 32, "--max_steps", 3, "--global_batch_size", 4)
+    losses = []
+    for processes, engine in ((1, {}), (2, FSDP2)):
+        words = ("train/main.py", *flags, "--output_dir", tmp_path / f"{processes}", "--log_every_steps", 1)
+        done = forked(*words, processes=processes, env={**ENVIRONMENT, **engine})
+        assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+        losses.append([row["loss"] for row in read_metrics(tmp_path / f"{processes}" / "metrics.jsonl")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 4
