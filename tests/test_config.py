@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 
@@ -49,6 +50,19 @@ def test_a_whole_number_beyond_all_floats_gets_a_message(base: Path) -> None:
     base.write_text(f"{BASE}weight_decay: 1{'0' * 400}")
     with pytest.raises(UsageError, match=r"weight_decay: 10+ is too large: at most 9223372036854775807"):
         parse(["--config", str(base)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("distributed_timeout_seconds", 2**62, "at least 1 and at most 100000000"),
+        ("max_grad_value", 1e300, "above 0 and at most 1e+38"),
+        ("adam_epsilon", 1e-300, "at least 1e-37"),
+    ],
+)
+def test_numbers_beyond_what_computes_with_them_are_refused(name: str, value: float, bound: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{name}: {value} is not valid: it must be {bound}")):
+        parse([f"--{name}", str(value)])
 
 
 # Paths
@@ -145,6 +159,11 @@ def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: P
     assert [values[name] for name in PATHS] == [str(home / "other" / name) for name in PATHS]
 
 
+def test_a_recipe_in_a_home_that_is_not_there_is_not_found() -> None:
+    with pytest.raises(UsageError, match=r"--config ~nobody-here/recipe\.yaml: No such file"):
+        parse(["--config", "~nobody-here/recipe.yaml"])
+
+
 def test_what_is_not_a_path_stays_and_so_does_a_home_that_is_not_there(home: Path) -> None:
     flags = ["--output_dir=a/~/b", "--model=user/name", "--tokenizer=bytes", "--resume=auto"]
     values = to_values(parse([*flags, "--validation_dataset=~no-such-person/x.csv"]))
@@ -236,6 +255,13 @@ def test_an_empty_output_folder_is_refused(folder: str) -> None:
 def test_a_text_that_is_empty_is_a_variable_that_was_not_set(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}: it is empty"):
         parse([f"--{name}", ""])
+
+
+@pytest.mark.parametrize("name", ["max_steps", "global_batch_size", "max_grad_norm", "dataset_options", "compile"])
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_number_that_is_empty_is_refused_too(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}: '{text}' is not valid"):
+        parse([f"--{name}={text}"])
 
 
 def test_clipping_by_value_takes_the_place_of_clipping_by_norm(tmp_path: Path) -> None:

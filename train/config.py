@@ -110,15 +110,15 @@ class Optimization:
     weight_decay: float = option(0.0, "Not applied to biases and norms.", ge=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", gt=0)
+    adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", ge=1e-37)
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
-    max_grad_value: float | None = option(None, "Or clip each element to ± this.", gt=0, replaces=("max_grad_norm",))
+    max_grad_value: float | None = option(None, "Or clip values to ± this.", gt=0, le=1e38, replaces=("max_grad_norm",))
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(
         None, "Default: the launch file's; without one, on a GPU bf16, or fp16 where it lacks bf16."
     )
     seed: int = option(42, "Seed of weights, order and dropout.", ge=0)
-    distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)
+    distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1, le=10**8)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def parse(arguments: list[str], launch: Launch | None = None) -> Config:
     recipe = flags.pop("config", None)
     if recipe is None and not flags.keys() & {"task", "dataset", "model", "model_config", "tokenizer"}:
         recipe = str(QUICKSTART)
-    values = read_recipe(Path(recipe).expanduser()) if recipe else {}
+    values = read_recipe(Path(os.path.expanduser(recipe))) if recipe else {}  # noqa: PTH111 - as from_values does
     for name in (n for n, text in flags.items() if text not in ("None", "null")):  # puts aside what it replaces
         for key in (known.keys() & known[name][1].metadata.get("replaces", ())) - flags.keys():
             values[key] = None if _type_problem(None, known[key][0]) is None else known[key][1].default
@@ -245,7 +245,7 @@ def _from_text(text: Any, hint: Any) -> Any:
         return tuple(text)
     text = re.sub("^ (?=-)", "", text)  # which argument put there
     candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
-    for read in (json.loads, int, yaml.safe_load, float):  # int: YAML takes 010 for 8
+    for read in (json.loads, int, yaml.safe_load, float) if text.strip() else ():  # int: YAML takes 010 for 8
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
