@@ -15,12 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from faults.processes import script
 from safetensors.torch import load_file
 from support import ROOT
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedTokenizerFast, T5Config
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BartConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
@@ -290,6 +299,151 @@ def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     assert summary["metric_name"] == "mse" and summary["metric_value"] == rows[-1]["mse"]
     assert rows[-1]["mse"] < 0.5  # the labels' variance is 2.25
     assert summary["best_metric"] == min(row["mse"] for row in rows)
+
+
+BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+
+
+def test_tags_as_shown_in_the_docs_are_learned_and_their_f1_is_that_of_final(fork: Fork) -> None:
+    fork.write("train/tasks/tags.py", shown_in("docs/forking.md", r"train/tasks/tags\.py"))
+    draw, kinds = random.Random(0), {"Ada": "NAME", "Rome": "PLACE", "a": "O", "sees": "O"}
+    rows = [[draw.choice(list(kinds)) for _ in range(draw.randint(1, 9))] for _ in range(60)]
+    texts = [json.dumps({"words": words, "tags": [kinds[word] for word in words]}) for words in rows]
+    fork.write("train.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts[:48]))
+    fork.write("held.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts[48:]))
+    flags = ("--task", "tags", "--dataset", "train.jsonl", "--validation_dataset", "held.jsonl", "--max_length", 24)
+    flags += ("--model_config", json.dumps(BERT), "--micro_batch_size", 8, "--learning_rate", 0.01)
+    done = fork.run(*flags, "--max_steps", 60, "--eval_every_steps", 20)
+    assert done.returncode == EXIT_DONE, done.stderr
+    summary = json.loads((fork.output / "summary.json").read_text())
+    assert summary["metric_name"] == "f1" and summary["predicted_peak_bytes"] > 0
+    model, right, found, real = AutoModelForTokenClassification.from_pretrained(fork.output / "final"), 0, 0, 0
+    tokenizer = AutoTokenizer.from_pretrained(fork.output / "final")
+    for text in texts[48:]:
+        row = json.loads(text)
+        ids = tokenizer("".join(f" {word}" for word in row["words"]), truncation=True, return_tensors="pt")["input_ids"]
+        places = np.cumsum([1, *(len(word) + 1 for word in row["words"])])[:-1]  # a token is a byte
+        guessed = model(ids).logits.argmax(-1)[0]
+        for place, tag in zip(places[places < 23], row["tags"], strict=False):
+            tag = ("O", "NAME", "PLACE").index(tag)
+            right, found, real = right + (guessed[place] == tag > 0), found + (guessed[place] > 0), real + (tag > 0)
+    assert summary["metric_value"] == pytest.approx(float(2 * right / (found + real)))
+    assert 0.5 < summary["metric_value"] <= 1
+
+
+SPANS = """
+import torch
+from train import tasks
+
+
+def positions(output, labels):
+    both = torch.stack([output["start_logits"], output["end_logits"]], dim=1)  # (B, 2, S)
+    return tasks.cross_entropy(both, labels).view(labels.shape), both.argmax(-1)
+
+
+class Task(tasks.Task):
+    auto_class = "AutoModelForQuestionAnswering"
+    example_columns = ("tokens", "length", "places")
+
+    def cut(self, text, ids, label, tokenizer):
+        tokens = self.framed(ids[: self.room(tokenizer)], tokenizer)
+        yield {"tokens": tokens, "length": len(tokens), "places": [2, len(tokens) - 2]}
+
+    def inputs_and_labels(self, example, seed):
+        return torch.tensor(example["tokens"]).long(), torch.tensor(example["places"]).long()
+
+    @staticmethod
+    def loss_sum(output, labels):
+        return positions(output, labels)[0].sum()
+
+    @staticmethod
+    def scores(output, labels):
+        losses, predictions = positions(output, labels)
+        return tasks.Scores(losses.sum(1), predictions)
+"""
+
+
+def test_a_task_takes_the_whole_output_of_a_model_without_logits(fork: Fork) -> None:
+    fork.write("spans.py", SPANS)
+    fork.write("texts.csv", "\n".join(["text", *(f"number {n} is here" for n in range(40))]))
+    fork.write("held.csv", "\n".join(["text", *(f"number {n} was there" for n in range(7))]))
+    flags = ("--task", "spans.py:Task", "--dataset", "texts.csv", "--model_config", json.dumps(BERT))
+    flags += ("--validation_dataset", "held.csv")
+    _, summary = fork.trains(*flags, "--micro_batch_size", 2, "--eval_batch_size", 2)
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+    model, losses = AutoModelForQuestionAnswering.from_pretrained(fork.output / "final"), []
+    tokenizer = AutoTokenizer.from_pretrained(fork.output / "final")
+    for n in range(7):
+        ids = tokenizer(f"number {n} was there", return_tensors="pt")["input_ids"]
+        places = torch.tensor([2]), torch.tensor([ids.shape[1] - 2])
+        losses.append(model(ids, start_positions=places[0], end_positions=places[1]).loss.item())
+    assert summary["result"]["validation"]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_a_model_without_logits_gets_a_message_where_the_task_wants_them(fork: Fork) -> None:
+    fork.write("spans.py", SPANS.partition("    @staticmethod")[0])
+    fork.write("texts.csv", "\n".join(["text", *(f"number {n} is here" for n in range(40))]))
+    flags = ("--task", "spans.py:Task", "--dataset", "texts.csv", "--model_config", json.dumps(BERT))
+    done = fork.run(*flags)
+    assert done.returncode == EXIT_ERROR and "Traceback" not in done.stderr
+    assert "the model gives no logits but start_logits, end_logits: give --task one" in done.stderr
+
+
+SERIES = """
+import json, random, datasets, torch
+from torch import nn
+from train.tasks import causal_lm, sequence_classification
+
+
+def documents(config):
+    draw = random.Random(0)
+    rows = [[[draw.random(), 1.0] for _ in range(draw.randint(3, 20))] for _ in range(60)]
+    labels = [int(sum(value for value, _ in row) > len(row) / 2) for row in rows]
+    return datasets.Dataset.from_dict({"text": list(map(json.dumps, rows)), "label": labels})
+
+
+class Task(sequence_classification.Task):
+    example_columns = ("values", "length", "label")
+
+    def token_ids(self, texts, tokenizer):
+        return ([] for _ in texts)
+
+    def cut(self, text, ids, label, tokenizer):
+        values = json.loads(text)[: (self.data.dataset_options or {}).get("most", 20)]
+        yield {"values": values, "length": len(values), "label": label}
+
+    def inputs_and_labels(self, example, seed):
+        return torch.tensor(example["values"]), torch.tensor(int(example["label"]))
+
+    def longest_example(self):
+        return {"values": [[0.0, 0.0]] * 20, "length": 20, "label": 0}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask=None):
+        assert input_ids.dtype == torch.float32 and input_ids.shape[2:] == (2,)
+        mask = torch.ones(input_ids.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask
+        assert mask.shape == input_ids.shape[:2] and mask.dtype == torch.long
+        assert not input_ids[mask == 0].any()
+        hidden = self.embed(input_ids).tanh() * mask[..., None]
+        return self.head(hidden.sum(1) / mask.sum(1, keepdim=True))
+"""
+
+
+def test_rows_may_be_vectors_and_an_option_of_the_task_makes_other_examples(fork: Fork) -> None:
+    fork.write("series.py", SERIES)
+    flags = ("--task", "series.py:Task", "--dataset", "series.py:documents", "--model", "series.py:Model")
+    flags += ("--micro_batch_size", 4, "--resume", "never", "--check_model", False)  # which would try tokens
+    _, summary = fork.trains(*flags)
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.05)
+    assert 0 < summary["padding_share"] < 0.9
+    _, shorter = fork.trains(*flags, "--dataset_options", '{"most": 2}')
+    assert (shorter["tokens"], shorter["padding_share"]) == (3 * 4 * 2, 0)
 
 
 TAGS = """

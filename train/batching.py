@@ -151,7 +151,7 @@ class _Fetch:
         rows: list[dict[str, Any]] = [{"id": i} for i in ids]
         for name in found.column_names:
             for row, value in zip(rows, found.column(name), strict=True):
-                is_list = pa.types.is_list(value.type)
+                is_list = pa.types.is_list(value.type) and not pa.types.is_nested(value.type.value_type)
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
         of_lists = iter(rows)
         batches = [self.collate(list(itertools.islice(of_lists, len(ids) or 1)), self.seed) for ids in group]

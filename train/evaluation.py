@@ -31,10 +31,10 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
         parts.model.train()
     # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.
     own = rows if run.launch.rank % run.launch.tp_size == 0 else []
-    everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64).reshape(-1, 6)
+    everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64)
     _, first = np.unique(everyone[:, 0], return_index=True)
-    table = everyone[first]
-    table[:, 1:4] = np.add.reduceat(everyone[:, 1:4], first)
+    table = np.add.reduceat(everyone, first)
+    table[:, [0, 4, 5]] = everyone[first][:, [0, 4, 5]]  # these do not add up
     metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
     metrics |= run.extras.merged("metrics", run, data, split, table)
     return Evaluation(split, step, metrics, time.perf_counter() - started)
@@ -42,7 +42,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
 
 @torch.no_grad()  # not inference_mode: what a model caches in it cannot be trained with afterwards
 def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
-    """(example, loss sum, targets, correct, prediction, reference) of each example of a batch."""
+    """(example, loss sum, targets, correct, prediction, reference, counts) of each example of a batch."""
     with run.extras.inside("computing", "evaluation", [batch]), parts.engine.share(batch) as part:
         part = part.to(run.accelerator.device)
         scores: Any = parts.model(part.inputs, part.labels, scored=True)
@@ -52,7 +52,8 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
         first = [t.reshape(len(targets), -1)[:, 0] for t in (scores.predictions, part.labels)]
         # In fp32, which counts to 16 million (MPS has no fp64), or in fp64 if the losses are.
         wide = torch.promote_types(scores.loss_sums.dtype, torch.float32)
-        rows = torch.stack([t.to(wide) for t in sums + first], dim=1).tolist()
+        counts = [] if scores.counts is None else scores.counts.unbind(1)
+        rows = torch.stack([t.to(wide) for t in (*sums, *first, *counts)], dim=1).tolist()
     # A batch that only keeps ranks in step has no ids.
     return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
 

@@ -26,7 +26,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl``, oldest first, without lines that a crash damaged; none without a file."""
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
+        with suppress(ValueError, LookupError, TypeError, RecursionError, OverflowError):
             row = json.loads(line)
             rows.append({**row, "kind": row["kind"], "step": int(row["step"])})
     return rows

@@ -26,11 +26,6 @@ class ModelWithLoss(nn.Module):
         # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
         self.loss_in_head: Callable[..., Any] | None = None
 
-    def tie_weights(self) -> None:
-        """Ties weights that the model shares between layers, after these were put in one by one."""
-        if hasattr(self.model, "tie_weights"):
-            self.model.tie_weights()  # pyright: ignore[reportCallIssue]
-
     def forward(
         self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None
     ) -> Tensor | Scores:
@@ -48,10 +43,8 @@ class ModelWithLoss(nn.Module):
 
 
 def logits_of(output: Any) -> Any:
-    """The logits of a model's output: a tensor, a mapping or an object that has them."""
-    if isinstance(output, Tensor | Scores):
-        return output
-    return output["logits"] if isinstance(output, dict) else output.logits
+    """The logits of a model's output, a mapping or an object; the output itself, such as a tensor, if it has none."""
+    return output.get("logits", output) if isinstance(output, dict) else getattr(output, "logits", output)
 
 
 def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:

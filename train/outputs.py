@@ -173,7 +173,7 @@ class Outputs:
             tokenizer.save_pretrained(partial)
             for path in partial.rglob("*"):
                 if path.is_file():  # safetensors lets nobody else read what it writes
-                    path.chmod((self.folder / "config.yaml").stat().st_mode)
+                    path.chmod(partial.stat().st_mode & 0o666)
                 figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
 

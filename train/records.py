@@ -111,7 +111,9 @@ class Corpus:
 class MicroBatch:
     """The examples of one forward/backward on one device."""
 
-    inputs: dict[str, Any]  # of the forward, input_ids (B, S) among them: tensors, or things that move and pin alike
+    inputs: dict[
+        str, Any
+    ]  # of the forward, input_ids (B, S, ...) among them: tensors, or things that move and pin alike
     labels: torch.Tensor  # aligned with the logits, (B, S) or (B,); IGNORE is not a target
     num_targets: int
     example_ids: tuple[int, ...]  # position of each in its split; () for a batch that only keeps ranks in step
@@ -120,7 +122,7 @@ class MicroBatch:
     @property
     def shape(self) -> tuple[int, int]:
         """(B, S)."""
-        return tuple(self.inputs["input_ids"].shape)
+        return tuple(self.inputs["input_ids"].shape[:2])
 
     def to(self, device: torch.device) -> MicroBatch:
         """This batch on ``device``; asynchronous from pinned memory."""

@@ -123,7 +123,7 @@ def optimizer_step(
 
 def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:
     """(targets, tokens, positions, stop requests) of this rank."""
-    rows = [(b.num_targets, b.num_tokens, b.inputs["input_ids"].numel()) for b in micro_batches]
+    rows = [(b.num_targets, b.num_tokens, math.prod(b.shape)) for b in micro_batches]
     return [*map(sum, zip((0, 0, 0), *rows, strict=True)), int(stop_requested)]
 
 

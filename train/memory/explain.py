@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from train.config import fields
 from train.extras.oom import OutOfMemory, parse_oom, squeezed
 from train.figures import gib
 from train.memory import ladder, uses_expandable_segments
@@ -47,49 +48,29 @@ _BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     """The cause, as in :data:`_WHAT_TO_DO`, and a text about it; ``weights_fill`` the card before any example."""
     requested, free, total = oom.requested_bytes, oom.free_bytes, oom.total_bytes
-    reserved, unallocated = oom.reserved_bytes, oom.reserved_unallocated_bytes
-    if oom.on_host:
-        return "host", (
-            "the machine's main memory (RAM) was full, not the GPU's. In a training on a GPU it holds the data, its "
-            "workers, the weights while they load, and what is offloaded: with fsdp2_offload.yaml weights, gradients "
-            "and optimizer state, which fsdp2.yaml keeps on the GPUs. In a training on a CPU it holds everything."
-        )
-    if not requested and not total:
-        return "unknown", (
-            "this message has no figures to tell by. The driver and libraries (cuBLAS, cuDNN, NCCL) give none: they "
-            "ask outside of PyTorch's allocator, and this process or another one fills the card."
-        )
-    if 0 < requested <= free:
-        return "refused", (
-            "there was room by these figures, yet the driver refused. They are read after the failure: another "
-            "process may have left in between. Or a limit is set on a single request or on this process."
-        )
-    others = oom.other_processes_bytes
-    if total and others >= 0.1 * total and free + others >= requested:
-        named = ", ".join(str(process) for process, _ in oom.other_processes)
-        who = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
-        return "others", f"another program is on the same card{who}. It holds {others / total:.1%} of it."
-    if reserved > total > 0:
-        more = "more than the card has: the Windows driver, also under WSL, lends main memory, which is slow"
-        return "full", f"simply full. PyTorch holds {gib(reserved)}, {more}."
-    huge = 0 < 0.25 * total <= requested
-    scattered = unallocated + (0 if huge else free)
-    if unallocated >= 0.05 * reserved > 0 and scattered >= requested > 0:
-        return "fragmentation", (
-            f"fragmentation. PyTorch holds {gib(unallocated)} that no tensor uses, but in pieces: no gap is as long as "
-            f"the {gib(requested)} asked for."
-            + ("" if unallocated >= requested else f" With the {gib(free)} free it would be enough.")
-        )
-    if weights_fill:
-        kept = "with what training keeps for each of them"
-        return "weights", f"the model's weights, {kept}, fill the card before any example is there."
-    if huge:
-        return "huge", (
-            f"one huge tensor: {gib(requested)}, {requested / total:.1%} of the card. Usually the logits (examples × "
-            "tokens × vocabulary) or an attention mask or scores (tokens × tokens)."
-        )
-    held = f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else ""
-    return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
+    reserved, unallocated, others = oom.reserved_bytes, oom.reserved_unallocated_bytes, oom.other_processes_bytes
+    is_huge = 0 < 0.25 * total <= requested
+    scattered = unallocated + (0 if is_huge else free)
+    causes = {  # the first that is so
+        "host": oom.on_host,
+        "unknown": not requested and not total,
+        "refused": 0 < requested <= free,
+        "others": others >= 0.1 * total > 0 and free + others >= requested,
+        "lent": reserved > total > 0,
+        "fragmentation": unallocated >= 0.05 * reserved > 0 and scattered >= requested > 0,
+        "weights": weights_fill,
+        "huge": is_huge,
+        "full": True,
+    }
+    cause = next(name for name, is_so in causes.items() if is_so)
+    sizes = {"requested": requested, "free": free, "reserved": reserved, "unallocated": unallocated}
+    figures = {name: gib(size) for name, size in sizes.items()}
+    figures |= {"share": f"{requested / (total or 1):.1%}", "held_by_others": f"{others / (total or 1):.1%}"}
+    named = ", ".join(str(process) for process, _ in oom.other_processes)
+    figures["who"] = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
+    figures["tensors"] = f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else ""
+    figures["both"] = f" With the {gib(free)} free it would be enough." if unallocated < requested else ""
+    return {"lent": "full"}.get(cause, cause), _TEXTS["why"][cause].format(**figures)
 
 
 def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
@@ -116,7 +97,7 @@ def explain(message: str) -> str:
     else:
         raise UsageError("explain: this is not an out-of-memory message. Give the whole message in quotes.")
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
-    remedies = _WHAT_TO_DO[cause]
+    remedies = [told for told in _WHAT_TO_DO[cause] if told[0][:2] != "--" or told[0].split()[0][2:] in fields()]
     column = max(len(typed) for typed, _ in remedies)
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
     return "\n".join(lines)

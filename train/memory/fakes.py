@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -21,6 +21,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
 
+from train.data import call_function
 from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
@@ -149,6 +150,31 @@ def fake_tensors() -> Iterator[None]:
         mode,
     ):
         yield
+
+
+@contextmanager
+def fake_weights(device: torch.device) -> Iterator[None]:
+    """Inside it, a function's network has fake weights only; from_pretrained reads real ones, in threads of its own."""
+
+    def faked(*args: Any) -> Any:
+        with torch.device("cpu"):  # these threads know of no stand-in for a card
+            network, made = call_function(*args), dict[int, Tensor]()
+        for module in network.modules() if isinstance(network, nn.Module) else ():
+            for held in (cast("dict[str, Any]", module._parameters), module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = made[id(tensor)] = made.get(id(tensor), _as_fake(tensor, device))
+        return network
+
+    with patch("train.model.call_function", faked):
+        yield
+
+
+def _as_fake(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, FakeTensor) and tensor.device.type == device.type:
+        return tensor
+    fake = torch.empty_like(tensor, device=device) if tensor.is_floating_point() else tensor.to(device, copy=True)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextmanager

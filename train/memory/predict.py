@@ -23,6 +23,7 @@ from train.records import IGNORE, MicroBatch, UserError, one_line
 ROOT = Path(__file__).resolve().parent.parent.parent
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = ("no", "tf32", "fp16", "bf16")
+GUESS = "the task's cut wants a text: plain tokens and labels are assumed, its longest_example() would tell"
 OFFLOAD = "fsdp2_offload"
 SHARDED_WEIGHTS = ("fsdp2", OFFLOAD)  # where a rank keeps only its part of the weights
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
@@ -57,6 +58,7 @@ class Job:
     eval_padded: bool = False  # and that of an evaluation
     # The shape, -1 for S, and type of an example's inputs and ``labels``; without these a class, or one a position.
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=lambda: {"input_ids": ((-1,), "int64")})
+    is_guess: bool = False  # whether these are one
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
@@ -175,7 +177,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want
         inputs["input_ids"].masked_fill_(inputs["input_ids"] == end, 3 + (end == 3))[:, -1] = end
     if job.padded:
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape[:2], dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
     if job.values.get("packing"):
         from train.extras.long_sequences.documents import Documents
@@ -212,6 +214,7 @@ def main() -> None:
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
+            reason += f" ({GUESS})" * job.is_guess
             answer = UserError(f"this model or setting cannot be predicted: {reason}. A run tries it for real.")
         pickle.dump(answer, answers)
         answers.flush()

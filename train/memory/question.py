@@ -51,6 +51,7 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
     eval_size, may_pad = config.output.eval_batch_size or size, not config.get("packing")
     job = Job(to_values(config), target, vocab_size, size, length=config.data.max_length, num_labels=num_labels)
     (rows, length), tensors = _longest_batch(task, job)
+    plain = {**job.tensors, "labels": (() if task.labelled else (-1,), "int64")}
     share = config.get(task.target_share or "", 1.0)
     return replace(
         job,
@@ -59,7 +60,8 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
         padded=not task.is_causal and size > 1 and may_pad,
         eval_padded=not task.is_causal and eval_size > 1 and may_pad,
-        tensors=tensors,
+        tensors=tensors or plain,
+        is_guess=not tensors,
         num_targets=None if share == 1 else math.ceil(share * size * length),
         eval_batch_size=eval_size * rows,
         world_size=world_size,
@@ -67,7 +69,7 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
 
 
 def _longest_batch(task: Any, job: Job) -> tuple[tuple[int, int], dict[str, Any]]:
-    """(rows, S) and :func:`tensors_of` the batch of one example: ``longest_example()``, or what ``cut`` makes."""
+    """(rows, S) and :func:`tensors_of` one example's batch (``longest_example()``, or by ``cut``); {} if unknown."""
     tokenizer, _ = job.tokenizer_and_labels
     example = task.longest_example() if hasattr(task, "longest_example") else None
     try:
@@ -75,7 +77,7 @@ def _longest_batch(task: Any, job: Job) -> tuple[tuple[int, int], dict[str, Any]
         batch = task.collate([{**example, "id": 0}], (0, 0), tokenizer.pad_token_id)
         return batch.shape, tensors_of(batch)
     except Exception:  # a task of your own may want a text
-        return (1, job.length), {**job.tensors, "labels": (() if task.labelled else (-1,), "int64")}
+        return (1, job.length), {}
 
 
 def tensors_of(batch: MicroBatch) -> dict[str, tuple[tuple[int, ...], str]]:

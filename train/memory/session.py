@@ -62,18 +62,13 @@ class MemorySession:
             eval_length=evaluated.shape[1],
             eval_padded="attention_mask" in evaluated.inputs,
         )
-        return [
-            replace(
-                job,
-                micro_batch_size=longest.shape[0],
-                length=longest.shape[1],
-                padded="attention_mask" in longest.inputs,
-                tensors=tensors_of(longest),
-                num_targets=longest.num_targets or None,
-                documents=getattr(longest.inputs.get("documents"), "lengths", ()),
-            )
-            for longest in longest_of(data.training_batches(run, arithmetic))
-        ]
+        found = []
+        for batch in longest_of(data.training_batches(run, arithmetic)):
+            (size, length), documents = batch.shape, getattr(batch.inputs.get("documents"), "lengths", ())
+            shown: dict[str, Any] = {"micro_batch_size": size, "length": length, "documents": documents}
+            shown |= {"padded": "attention_mask" in batch.inputs, "num_targets": batch.num_targets or None}
+            found.append(replace(job, **shown, tensors=tensors_of(batch), is_guess=False))
+        return found
 
     def settle(self, config: Config) -> Config:
         """``config`` with a value chosen for every ``auto``, the same on every rank.

@@ -25,9 +25,9 @@ from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag
 from train.launch import Launch, accelerator_options, shard_by_layer
 from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import least_reserved_bytes, replay
-from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
+from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, fake_weights, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
-from train.memory.predict import HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Prediction, Target, random_batch
+from train.memory.predict import GUESS, HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Prediction, Target, random_batch
 from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state
 from train.model import build_model, build_network
@@ -114,6 +114,7 @@ def _known(job: Job) -> tuple[Config, list[str]]:
     if attention not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
         notes.append(f"attention {attention} is predicted as sdpa, whose flash kernel keeps the same tensors")
+    notes += [GUESS] * job.is_guess
     if config.get("packing") and not job.documents:
         notes.append("packing: one document a row is assumed, which takes longest")
     if config.get("compile"):
@@ -213,9 +214,10 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
         if not initialised:
             stack.enter_context(run.accelerator.device)
             stack.enter_context(no_init_weights())
+            stack.enter_context(fake_weights(run.accelerator.device))
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
-        with_loss.tie_weights()  # left out with the initialisation
+        getattr(with_loss.model, "tie_weights", lambda: None)()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization
     if optim.optimizer == "adamw_8bit" and not initialised:

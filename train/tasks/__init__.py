@@ -37,10 +37,14 @@ class Scores(NamedTuple):
 
     loss_sums: Tensor  # (B,) summed cross-entropy of each example
     predictions: Tensor  # (B, S) or (B,) the most probable class of each position
+    counts: Tensor | None = None  # (B, K) what else a task's metrics need of each example: K more columns of the table
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
+    if not isinstance(logits, Tensor):
+        given = ", ".join(logits) if isinstance(logits, dict) else type(logits).__name__
+        raise UserError(f"the model gives no logits but {given}: give --task one whose loss_sum and scores take these.")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
 
@@ -86,7 +90,7 @@ class Task:
     target_share: ClassVar[str | None] = None  # the option with the share of positions that are targets; None: all
     needed_tokens: ClassVar[tuple[str, ...]] = ()  # of the tokenizer, in addition to one for padding or the end
     # Options that examples depend on; those cached under other values are not reused.
-    encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
+    encode_settings: ClassVar[tuple[str, ...]] = ("max_length", "dataset_options")
     # Columns of an example; ``length``, the positions a model sees, is one of them.
     example_columns: ClassVar[tuple[str, ...]]
 
@@ -108,7 +112,8 @@ class Task:
     scores = staticmethod(cross_entropy_scores)  # of logits and labels: what an evaluation keeps of a batch
 
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
-        """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
+        """Metrics of a split; ``table`` (examples, 6 + K): example, loss sum, targets, correct, prediction, reference,
+        counts."""
         loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
         loss, accuracy = (loss_sum / targets, correct / targets) if targets else (math.nan, math.nan)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
@@ -141,10 +146,10 @@ class Task:
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
         rows, labels = zip(*(self.inputs_and_labels(example, seed) for example in examples), strict=True)
-        inputs = {"input_ids": pad(rows, pad_id)}
+        inputs = {"input_ids": pad(rows, 0 if rows[0].is_floating_point() else pad_id)}
         # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
         if not self.is_causal and len(set(map(len, rows))) > 1:
-            inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
+            inputs["attention_mask"] = pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0)
         targets = pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels)
         ids, num_tokens = tuple(int(example["id"]) for example in examples), sum(map(len, rows))
         return MicroBatch(inputs, targets, int((targets != IGNORE).sum()), ids, num_tokens)

@@ -22,7 +22,7 @@ class Task(tasks.Task):
     auto_class = "AutoModelForSequenceClassification"
     default_metric = headline_metric = "accuracy"
     labelled = True
-    encode_settings = ("max_length", "truncation")
+    encode_settings = ("max_length", "dataset_options", "truncation")
     example_columns = ("tokens", "length", "document_length", "label")
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.extras.endurance.lock import lock
+from train.extras.endurance.lock import lock, refuse_separate
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error, write_whole
 from train.launch import Launch
@@ -89,11 +89,12 @@ class Extra(extras.Extra):
             stack.callback(gc.enable)
             gc.disable()  # until libraries are imported: looking through what they make takes a sixth of that time
             from train.extras.endurance.checkpoints import Saving
-            from train.extras.endurance.lost_rank import RankWatch, follow_launcher
+            from train.extras.endurance.lost_rank import RankWatch, follow_launcher, take_forks_along
 
             self._signals = Signals(stop)
             stack.enter_context(self._signals.listening())
             follow_launcher()
+            take_forks_along()
             if launch.world_size > 1:
                 seconds, remedy = config.optimization.distributed_timeout_seconds, self._how_to_resume
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
@@ -107,6 +108,10 @@ class Extra(extras.Extra):
         from train.extras.endurance.outputs import DurableOutputs
 
         return DurableOutputs(config, accelerator)
+
+    def started(self, run: Run) -> None:
+        if run.launch.world_size > 1 and hasattr(signal, "SIGHUP"):  # Windows has no such lock
+            refuse_separate(run.outputs.folder, run.launch.rank == 0)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

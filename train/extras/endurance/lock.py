@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.figures import writable
-from train.records import UserError
+from train.records import UserError, exchange
 
 try:
     import fcntl
@@ -37,12 +37,30 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             print(WITHOUT)
-            return file
-        file.close()
-        time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
-        holder = (folder / NAME).read_text(encoding="utf-8") or "another process"
-        raise UserError(f"{folder} is in use by {holder}. Wait for it, end it, or give another --output_dir.") from None
+        else:
+            file.close()
+            time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
+            who = (folder / NAME).read_text(encoding="utf-8") or "another process"
+            raise UserError(
+                f"{folder} is in use by {who}. Wait for it, end it, or give another --output_dir."
+            ) from None
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.write(_holder())
     file.flush()
+    os.fsync(file.fileno())  # other hosts look, see refuse_separate
     return file
+
+
+def refuse_separate(folder: Path, is_first: bool) -> None:
+    """Raises UserError on all ranks where some host does not see the first one's ``folder``, as checkpoints need."""
+    holder, path, tries = exchange(_holder())[0], folder / NAME, 0
+    while not (is_seen := is_first or (path.exists() and path.read_text(encoding="utf-8") == holder)) and tries < 20:
+        time.sleep(0.5)  # a network's file system may look again only after seconds
+        tries += 1
+    if blind := [host for seen, host in exchange((is_seen, platform.node())) if not seen]:
+        what = f"output_dir: {folder} on {blind[0]} is not the folder of {holder}"
+        raise UserError(f"{what}. Give one that all hosts share, see docs/multi_node.md.")
+
+
+def _holder() -> str:
+    return f"process {os.getpid()} on {platform.node()}"

@@ -8,6 +8,7 @@ roll; whoever does not count on is lost. docs/multi_node.md tells what is seen u
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import os
@@ -275,6 +276,14 @@ class RankWatch:
         return f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. {others}. {self._remedy()}"
 
 
+@functools.cache  # what is registered stays
+def take_forks_along() -> None:
+    """Has the kernel kill processes that are forked from here on, such as those that tokenise, when this one dies."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: libc.prctl(1, signal.SIGKILL))  # PR_SET_PDEATHSIG, see prctl(2)
+
+
 def follow_launcher() -> None:
     """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
 
@@ -284,6 +293,6 @@ def follow_launcher() -> None:
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform == "linux" and any(name in os.environ for name in launchers):
         launcher = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         if os.getppid() != launcher:  # it died a moment before
             os.kill(os.getpid(), signal.SIGTERM)

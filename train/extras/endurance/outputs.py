@@ -28,6 +28,8 @@ class DurableOutputs(Outputs):
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
         if later or self.earlier_summary.get("steps", 0) > progress.step:
+            if not later:
+                self.say(f"{self.folder} holds no checkpoint of the run that was finished there: it is trained again")
             made = [self.folder / name for name in ("final", "summary.json", "report.html")]
             self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
 

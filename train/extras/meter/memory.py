@@ -48,15 +48,11 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
-        own, others = self.peak_bytes_by_phase, other.peak_bytes_by_phase
-        return Measured(
-            max(self.peak_allocated_bytes, other.peak_allocated_bytes),
-            max(self.peak_reserved_bytes, other.peak_reserved_bytes),
-            {p: max(own.get(p, 0), others.get(p, 0)) for p in {**own, **others}},
-            (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
-            self.num_alloc_retries + other.num_alloc_retries,
-            self.num_ooms + other.num_ooms,
-        )
+        higher = max(other, self, key=lambda measured: measured.peak_allocated_bytes)
+        reserved = max(self.peak_reserved_bytes, other.peak_reserved_bytes)
+        phases = dict(Counter(self.peak_bytes_by_phase) | Counter(other.peak_bytes_by_phase))
+        counts = self.num_alloc_retries + other.num_alloc_retries, self.num_ooms + other.num_ooms
+        return Measured(higher.peak_allocated_bytes, reserved, phases, higher.bytes_by_kind, *counts)
 
     def figures(self) -> dict[str, Any]:
         """For a line of the log; figures that are zero or empty are left out, except the peak."""
