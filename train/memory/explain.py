@@ -6,9 +6,6 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import yaml
 
 from train.config import fields
 from train.extras.oom import OutOfMemory, parse_oom, squeezed
@@ -33,16 +30,15 @@ class Situation:
 # In a traceback: a model on its way to the card, or the first state of its optimizer.
 _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
-_TEXTS = yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text(encoding="utf-8"))
 _HINTS = {remedy.name: [remedy.hint] for remedy in reversed(ladder.REMEDIES)}  # of two with a name the first
 _HINTS["all"] = [remedy.hint for remedy in ladder.REMEDIES]
 _HINTS["few"] = [remedy.hint for remedy in (ladder.CHUNKED, ladder.MICRO_BATCH, ladder.CHECKPOINTING)]
 _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, what it does
     cause: [hint for entry in entries for hint in (entry.items() if isinstance(entry, dict) else _HINTS[entry])]
-    for cause, entries in _TEXTS["remedies"].items()
+    for cause, entries in ladder.TEXTS["remedies"].items()
 }
 # What is told by words alone, squeezed: cause, what happened, why.
-_BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told in _TEXTS["by_words"].items()}
+_BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told in ladder.TEXTS["by_words"].items()}
 
 
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
@@ -70,7 +66,7 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     figures["who"] = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
     figures["tensors"] = f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else ""
     figures["both"] = f" With the {gib(free)} free it would be enough." if unallocated < requested else ""
-    return {"lent": "full"}.get(cause, cause), _TEXTS["why"][cause].format(**figures)
+    return {"lent": "full"}.get(cause, cause), ladder.TEXTS["why"][cause].format(**figures)
 
 
 def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:

@@ -6,7 +6,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from train.figures import gib
 from train.memory.predict import Job
@@ -145,18 +148,8 @@ class Remedy:
         return f"--{self.name} {self.value}", self.note
 
 
-REMEDIES = (
-    Remedy("loss", "chunked", "never all logits at once; same result"),
-    Remedy("micro_batch_size", None, "same result with the same --global_batch_size"),
-    Remedy("gradient_checkpointing", "full", "recomputes activations; same result, about a third more time"),
-    Remedy("eval_batch_size", 1, "if it happened in an evaluation; same result"),
-    Remedy("mixed_precision", "bf16", "halves what matrix products keep; differs by rounding"),
-    Remedy("optimizer_offload", True, "optimizer state to host memory; same result, slower"),
-    Remedy("optimizer", "adamw_8bit", "moments of one byte; differs by rounding"),
-    Remedy("optimizer", "adafactor", "hardly any optimizer state; changes the result: tune the learning rate again"),
-    Remedy("dtype", "bfloat16", "halves weights, gradients and state; changes the result"),
-    Remedy("max_length", None, "changes the result: examples are cut shorter"),
-)
+TEXTS = yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text(encoding="utf-8"))
+REMEDIES = tuple(Remedy(*row) for row in TEXTS["flags"])
 CHUNKED, MICRO_BATCH, CHECKPOINTING, EVALUATION, _, OPTIMIZER_OFFLOAD, EIGHT_BIT, ADAFACTOR, _, MAX_LENGTH = REMEDIES
 
 

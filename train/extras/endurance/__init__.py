@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.extras.endurance.lock import lock, refuse_separate
+from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error, write_whole
 from train.launch import Launch
@@ -70,6 +70,7 @@ class Extra(extras.Extra):
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
         self._recovering: Recovering | None = None
+        self._lock: Any = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
         self._has_begun = self._is_trained = False  # training; the last step is made, and its checkpoint written
 
@@ -99,7 +100,7 @@ class Extra(extras.Extra):
                 seconds, remedy = config.optimization.distributed_timeout_seconds, self._how_to_resume
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
-                stack.enter_context(lock(Path(config.output.output_dir)))
+                self._lock = stack.enter_context(lock(Path(config.output.output_dir)))
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
@@ -194,6 +195,7 @@ class Extra(extras.Extra):
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         self._compare_replicas(progress.step, True)
+        self._lock = run.outputs.from_main(lambda: relock(self._lock, run.outputs.folder))
         self._saving.save(run, state, progress, wait)
         return True
 

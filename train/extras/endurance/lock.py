@@ -51,6 +51,13 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
     return file
 
 
+def relock(file: Any, folder: Path) -> Any:
+    """``file``, which :func:`lock` gave, or a new one if somebody has removed it. Raises UserError as that does."""
+    path = folder / NAME
+    is_there = fcntl is None or (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())))
+    return file if is_there else lock(folder)
+
+
 def refuse_separate(folder: Path, is_first: bool) -> None:
     """Raises UserError on all ranks where some host does not see the first one's ``folder``, as checkpoints need."""
     holder, path, tries = exchange(_holder())[0], folder / NAME, 0

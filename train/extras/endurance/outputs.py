@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -24,12 +25,14 @@ class DurableOutputs(Outputs):
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
-        if self.config.output.resume == "never":
+        last = max((row["step"] for row in figures.read_metrics(self.metrics)), default=0)
+        is_lost = bool(self.earlier_summary) or last >= (self.config.output.save_every_steps or math.inf)
+        if is_lost := is_lost and not progress.step:
+            self.say(f"{self.checkpoints} has lost the checkpoints of the earlier run: it is trained from scratch")
+        if is_lost or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
         if later or self.earlier_summary.get("steps", 0) > progress.step:
-            if not later:
-                self.say(f"{self.folder} holds no checkpoint of the run that was finished there: it is trained again")
             made = [self.folder / name for name in ("final", "summary.json", "report.html")]
             self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
 
