@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -534,3 +535,14 @@ def test_accelerate_launch_runs_the_script(recipe: Path, tmp_path: Path, run_mai
     done = run_main("--config", recipe, "--output_dir", tmp_path / "run", "--max_steps", 1, prefix=prefix)
     assert done.returncode == EXIT_DONE, done.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
+@pytest.mark.parametrize("output", [">&-", ">&- 2>&-", "| head -n 1 >/dev/null"])
+def test_a_run_outlives_whoever_reads_what_it_says(recipe: Path, tmp_path: Path, output: str) -> None:
+    quick = "--rehearse False --predict_memory False"
+    command = f"{sys.executable} train/main.py --config {recipe} --output_dir {tmp_path / 'run'} {quick} {output}"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (EXIT_DONE, ""), done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "done"
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from train.figures import read_metrics
-from train.records import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}'
 BASE = ("--tokenizer", "bytes", "--max_length", 32, "--max_steps", 3, "--log_every_steps", 1, "--cpu_threads", 1)
@@ -387,7 +387,66 @@ def test_a_model_without_logits_gets_a_message_where_the_task_wants_them(fork: F
     flags = ("--task", "spans.py:Task", "--dataset", "texts.csv", "--model_config", json.dumps(BERT))
     done = fork.run(*flags)
     assert done.returncode == EXIT_ERROR and "Traceback" not in done.stderr
-    assert "the model gives no logits but start_logits, end_logits: give --task one" in done.stderr
+    assert "no logits; a task's own loss_sum and scores can take QuestionAnsweringModelOutput" in done.stderr
+
+
+MASKS = """
+import torch
+from train.tasks import sequence_classification
+
+
+class Task(sequence_classification.Task):
+    def collate(self, examples, seed, pad_id):
+        batch = super().collate(examples, seed, pad_id)
+        mask = torch.zeros_like(batch.inputs["input_ids"])
+        mask[:, 0] = 1
+        return type(batch)(**{**vars(batch), "inputs": {**batch.inputs, "global_attention_mask": mask}})
+"""
+
+
+def test_a_mask_that_a_task_makes_is_predicted_by_how_much_it_chooses(fork: Fork) -> None:
+    """Longformer keeps scores of each token that all others see, and there is one a row."""
+    fork.write("masks.py", MASKS)
+    fork.write("films.csv", "\n".join(["text,label", *(f"film {n} was {'good' * (n % 9)},{n % 2}" for n in range(60))]))
+    model = json.dumps({**BERT, "model_type": "longformer", "attention_window": 8, "max_position_embeddings": 80})
+    flags = ("--task", "masks.py:Task", "--dataset", "films.csv", "--model_config", model, "--micro_batch_size", 4)
+    _, summary = fork.trains(*flags, "--rehearse", True, "--predict_memory", True, "--max_length", 64)
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.005)
+
+
+PADDED = """
+import torch
+from torch import nn
+from train.tasks import Scores, cross_entropy_scores, sequence_classification
+
+
+class Task(sequence_classification.Task):
+    @staticmethod
+    def scores(logits, labels):
+        plain = cross_entropy_scores(logits, labels)
+        return Scores(plain.loss_sums, plain.predictions[:, None])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 8, padding_idx=0), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embed(input_ids).sum(1))
+"""
+
+
+def test_padding_is_tried_with_the_token_that_pads_and_predictions_have_the_shape_of_labels(fork: Fork) -> None:
+    """The tokenizer ``bytes`` pads with 1, and the model leaves 0 out."""
+    fork.write("padded.py", PADDED)
+    fork.write("films.csv", "\n".join(["text,label", *(f"film {n},{n % 2}" for n in range(40))]))
+    flags = ("--dataset", "films.csv", "--model", "padded.py:Model", "--micro_batch_size", 4)
+    done = fork.run("--task", "sequence_classification", *flags)
+    assert done.returncode == EXIT_USAGE and "padding changes its results" in done.stderr
+    done = fork.run("--task", "padded.py:Task", *flags, "--check_model", False)
+    assert done.returncode == EXIT_ERROR and "Traceback" not in done.stderr
+    assert "scores of the task: predictions (2, 1), labels (2,)." in done.stderr
 
 
 SERIES = """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.records import IGNORE, Evaluation, MicroBatch, Parts, Run, StopAtOnce, exchange
+from train.records import IGNORE, Evaluation, MicroBatch, Parts, Run, StopAtOnce, UserError, exchange
 
 
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
@@ -46,10 +46,12 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
     with run.extras.inside("computing", "evaluation", [batch]), parts.engine.share(batch) as part:
         part = part.to(run.accelerator.device)
         scores: Any = parts.model(part.inputs, part.labels, scored=True)
+        if (found := scores.predictions).shape != part.labels.shape:
+            raise UserError(f"scores of the task: predictions {tuple(found.shape)}, labels {tuple(part.labels.shape)}.")
         targets = part.labels != IGNORE
-        correct = (scores.predictions == part.labels) & targets
+        correct = (found == part.labels) & targets
         sums = [t.reshape(len(targets), -1).sum(1) for t in (scores.loss_sums, targets, correct)]
-        first = [t.reshape(len(targets), -1)[:, 0] for t in (scores.predictions, part.labels)]
+        first = [t.reshape(len(targets), -1)[:, 0] for t in (found, part.labels)]
         # In fp32, which counts to 16 million (MPS has no fp64), or in fp64 if the losses are.
         wide = torch.promote_types(scores.loss_sums.dtype, torch.float32)
         counts = [] if scores.counts is None else scores.counts.unbind(1)

@@ -159,8 +159,9 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
 
 
 if __name__ == "__main__":
-    for stream in sys.stdout, sys.stderr:  # where Windows writes to a file, it may lack a character of a model's text
-        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    for name in "stdout", "stderr":  # may be closed; a file on Windows may lack a character of a model's text
+        setattr(sys, name, getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     status = main()
     for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now
         signal.signal(getattr(signal, name), signal.SIG_IGN)

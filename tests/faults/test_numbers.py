@@ -170,3 +170,11 @@ def test_going_back_needs_checkpoints(tmp_path: Path) -> None:
     [end] = run(its, tmp_path / "logs")
     assert end.status == EXIT_USAGE
     assert "max_rollbacks: 1 needs save_every_steps" in end.said
+
+
+def test_a_run_in_which_no_step_had_a_finite_gradient_is_none(tmp_path: Path) -> None:
+    flags = ("--z_loss", 9e18, "--max_steps", 2, "--num_epochs", None)
+    [ended] = run(arguments(tmp_path, tmp_path / "run", *flags), tmp_path / "logs")
+    assert ended.status == EXIT_ERROR and "Traceback" not in ended.said
+    assert "none of 2 steps had a finite gradient: no weight has changed." in ended.said
+    assert not (tmp_path / "run" / "final").exists()

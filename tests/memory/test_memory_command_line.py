@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -289,3 +290,47 @@ def test_predict_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("Fits: llama") and "estimated" not in text and "this machine's memory" in text
     assert main(["predict", "--device", "mps 16GiB", *MODEL]) == 0
     assert "this machine's memory" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("picture", ["grid.pdf", "missing/grid.png", ".", "png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_predicted(picture: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"--picture {picture}: give a file that ends in .png")):
+        read_request("plan", ["--device", "l4", *MODEL, "--grid", "--picture", picture])
+
+
+def test_a_device_that_is_empty_is_not_this_machine() -> None:
+    with pytest.raises(UsageError, match="device"):
+        read_request("predict", ["--device", "", *MODEL])
+
+
+PAIRS = """
+import json, torch
+from train.tasks import causal_lm, pad
+
+
+class Task(causal_lm.Task):
+    example_columns = ("tokens", "length", "other")
+
+    def cut(self, text, ids, label, tokenizer):
+        tokens = json.loads(text)
+        yield {"tokens": tokens, "length": len(tokens) - 1, "other": tokens}
+
+    def collate(self, examples, seed, pad_id):
+        batch = super().collate(examples, seed, pad_id)
+        batch.inputs["other_ids"] = pad([torch.tensor(e["other"][:-1]) for e in examples], pad_id)
+        return batch
+"""
+
+
+def test_a_plan_says_where_it_has_to_guess_what_a_task_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    words = ["predict", "--device", "cpu", *MODEL, "--task", f"{tmp_path / 'pairs.py'}:Task"]
+    guess = "Note: the task's cut wants a text: plain tokens and labels are assumed, its longest_example() would tell."
+    assert main(words) == 0
+    assert guess in capsys.readouterr().out
+    longest = "{'tokens': [3] * 257, 'length': 256, 'other': [3] * 257}"
+    (tmp_path / "known.py").write_text(f"{PAIRS}\n    def longest_example(self):\n        return {longest}\n")
+    assert main([*words, "--task", f"{tmp_path / 'known.py'}:Task"]) == 0
+    assert guess not in capsys.readouterr().out

@@ -13,6 +13,7 @@ import torch
 from train.config import parse
 from train.extras.host_memory import is_out_of_memory
 from train.extras.oom import OutOfMemory, parse_oom
+from train.memory import explain as explaining
 from train.memory.explain import Situation, explain, post_mortem
 from train.records import UsageError
 
@@ -562,3 +563,12 @@ def test_another_card_is_not_the_one_that_is_full() -> None:
         "unallocated."
     )
     assert "CUDA_VISIBLE_DEVICES=1" not in explain(others) and "another card than this one" in explain(others)
+
+
+def test_flags_of_extras_that_a_fork_has_left_out_are_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {name: entry for name, entry in explaining.fields().items() if name not in ("optimizer_offload", "loss")}
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert "--optimizer_offload" in explain(message) and "--loss chunked" in explain(message)
+    monkeypatch.setattr(explaining, "fields", lambda: left)
+    assert "--optimizer_offload" not in explain(message) and "--loss" not in explain(message)
+    assert "--micro_batch_size" in explain(message)

@@ -589,3 +589,21 @@ def test_a_batch_has_the_inputs_that_the_data_has() -> None:
         "is_quoted": ((3, 16), torch.bool),
     }
     assert (tuple(batch.labels.shape), batch.labels.dtype, batch.num_targets) == ((3, 5), torch.float32, 15)
+
+
+def test_a_functions_pretrained_model_is_planned_as_one_from_a_folder(tmp_path: Path) -> None:
+    """from_pretrained reads real weights, in threads of its own; ties and the device stay."""
+    own: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=300, tie_word_embeddings=True, **own)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    call = f"transformers.LlamaForCausalLM.from_pretrained({str(tmp_path / 'model')!r})"
+    (tmp_path / "own.py").write_text(f"import transformers\n\n\ndef build():\n    return {call}\n")
+    models = (str(tmp_path / "model"), f"{tmp_path / 'own.py'}:build")
+    values = {**to_values(Config()), "tokenizer": "bytes", "max_length": 64}
+    for target in (Target("cpu"), Target("cuda", (8, 9))):
+        with Predictor() as predictor:
+            jobs = [Job({**values, "model": model}, target, 300, 2, 64, eval_batch_size=2) for model in models]
+            by_folder, by_function = map(predictor.predict, jobs)
+        assert by_function.peak_bytes == by_folder.peak_bytes
+        assert by_function.bytes_by_kind == by_folder.bytes_by_kind
+        assert by_function.num_parameters == by_folder.num_parameters

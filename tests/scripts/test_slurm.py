@@ -61,7 +61,7 @@ def slurm(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     folder.mkdir()
     (folder / "state").write_text("RUNNING")
 
-    def submit(*arguments: Any, srun: str | None = None) -> subprocess.Popen[str]:
+    def submit(*arguments: Any, srun: str | None = None, **variables: str) -> subprocess.Popen[str]:
         programs = {"scontrol": SCONTROL, "srun": SRUN.format(python=sys.executable)}
         if srun is not None:
             programs["srun"] = STUB.format(body=srun)
@@ -80,6 +80,7 @@ def slurm(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
             "PROCESSES_PER_NODE": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            **variables,
         }
         with (folder / "log").open("a") as log:
             return subprocess.Popen(
@@ -178,3 +179,23 @@ def test_job_is_stopped_requeued_goes_on_and_finishes(
     failed = slurm(*flags, "--max_steps", steps, "--seed", 7)  # not the run that the folder holds
     assert failed.wait(60) == 1
     assert requeued(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("restarts", "sign", "resumes"),
+    [("1", '{"step": 7}', True), ("0", '{"step": 7}', False), ("1", '{"step": 0}', False), ("1", None, False)],
+)
+def test_a_requeued_job_resumes_although_its_command_starts_from_scratch(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, restarts: str, sign: str | None, resumes: bool
+) -> None:
+    """Not one that was submitted again, nor one that made no step: there a person, or the first run, means it."""
+    (tmp_path / "run").mkdir()
+    if sign is not None:
+        (tmp_path / "run" / "stopped.json").write_text(sign)
+    job = slurm("--resume", "never", srun='echo "$*" >"$STAND_IN/words"', SLURM_RESTART_COUNT=restarts)
+    assert job.wait(20) == 0
+    words = (tmp_path / "stand-in" / "words").read_text().split()
+    assert words[words.index("never") :] == ["never", "--output_dir", str(tmp_path / "run")] + resumes * [
+        "--resume",
+        "auto",
+    ]

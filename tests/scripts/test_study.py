@@ -46,7 +46,7 @@ MODEL = {
 
 def flags(folder: Path, *more: str) -> list[str]:
     own = ["--model_config", json.dumps(MODEL), "--tokenizer", "bytes", "--task", "causal_lm"]
-    return [*own, "--lengths", "64,128", "--micro_batch_sizes", "1,2", "--output", str(folder), *more]
+    return [*own, "--lengths", "64,128", "--micro_batch_sizes", "1,2", "--output_dir", str(folder), *more]
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------

@@ -312,3 +312,10 @@ def test_the_errors_of_predicted_steps_in_the_docs_are_those_of_the_committed_st
     errors = errors_at(found["flags"]["target_loss"])
     assert len(errors) == 4 and (errors[0], errors[-1]) == (int(least), int(most))
     assert errors_at(float(second))[-1] == int(most_at_second) and errors_at(float(third))[-1] == int(last[1])
+
+
+def test_a_seed_that_is_given_twice_counts_once() -> None:
+    assert trials.parser_of("ablation", None).parse_args(["--seeds", "3", "1", "3", "--output_dir", "x"]).seeds == [
+        3,
+        1,
+    ]

@@ -148,7 +148,7 @@ def test_models_of_ones_own_are_tried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def check(model: nn.Module) -> None:
     config = Config().changed(model="own:model", tokenizer="bytes", max_length=32)
-    assert obstacle_to_task(model, causal_lm.Task, config, 300) is None
+    assert obstacle_to_task(model, causal_lm.Task, config, 300, 0) is None
 
 
 def test_trying_leaves_no_trace() -> None:

@@ -36,7 +36,7 @@ def published(model_type: str, task: type[Task], **fields: Any) -> nn.Module:
 def checked(model: nn.Module, task: type[Task], **fields: Any) -> str | None:
     """What the task finds wrong with the model."""
     config = Config().changed(**{"model": "some:model", "tokenizer": "bytes", "micro_batch_size": 2, **fields})
-    return obstacle_to_task(model, task, config, 300)
+    return obstacle_to_task(model, task, config, 300, 0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     return None
 
 
-def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int) -> str | None:
+def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int, pad_id: int) -> str | None:
     """Why ``model`` cannot learn ``task``, as far as a small copy tells: a reason and what to do, or None."""
 
     def trial(small: Any) -> str | None:
@@ -70,8 +70,11 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
                 own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
                 if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
                     return f"its own loss is not that of {task.name}. Give another model"
-        short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
-        inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
+        short, own_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None)
+        inputs, mask = (
+            pad([row, short], pad_id if own_id is None else own_id),
+            pad([torch.ones_like(row), torch.ones_like(short)], 0),
+        )
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
         if not _is_alone(config) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
             return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"

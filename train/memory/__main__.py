@@ -162,6 +162,8 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
     if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
         raise UsageError("--lengths, --micro_batch_sizes and --picture need --grid: give it, too.")
+    if request.picture and (request.picture.suffix.lower() != ".png" or not request.picture.parent.is_dir()):
+        raise UsageError(f"--picture {request.picture}: give a file that ends in .png, in a folder that is there.")
     config = parse(words)
     left_open |= {name for name in AUTO if config.get(name) == "auto"}
     if request.grid and left_open - {"micro_batch_size"}:
@@ -177,7 +179,7 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     from train.memory.trial import try_model  # here: --help does not wait for torch
     from train.tasks import Task, load_task
 
-    device = find_device(request.device) if request.device else this_device()
+    device = this_device() if request.device is None else find_device(request.device)
     task = load_task(config.data.task)
     if request.num_labels and task.label_names is Task.label_names:
         raise UsageError(f"num_labels: {task.name} has no classes of its own: leave it out.")

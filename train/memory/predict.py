@@ -56,7 +56,8 @@ class Job:
     num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
     eval_padded: bool = False  # and that of an evaluation
-    # The shape, -1 for S, and type of an example's inputs and ``labels``; without these a class, or one a position.
+    # The shape, -1 for S, and type of an example's inputs and ``labels`` (without these a class, or one a position);
+    # the type of a mask is followed by how many ones it has.
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=lambda: {"input_ids": ((-1,), "int64")})
     is_guess: bool = False  # whether these are one
     num_targets: int | None = None  # labels that are targets; None: all
@@ -169,9 +170,12 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     import torch
 
     def made(name: str, low: int, high: int) -> torch.Tensor:
-        of_each, dtype = job.tensors.get(name, (() if job.num_labels else (-1,), "int64"))
-        shape = (size, *(job.length if dim == -1 else dim for dim in of_each))
-        return torch.randint(low, high, shape).to(getattr(torch, dtype))  # which may be one of few numbers
+        of_each, kind = job.tensors.get(name, (() if job.num_labels else (-1,), "int64"))
+        shape, (dtype, *chosen) = (size, *(job.length if dim == -1 else dim for dim in of_each)), kind.split()
+        numbers = torch.randint(low, high, shape)
+        if chosen:
+            numbers = (torch.arange(shape[-1]) < int(chosen[0])).expand(shape).clone()
+        return numbers.to(getattr(torch, dtype))  # which may be one of few numbers
 
     inputs: dict[str, Any] = {name: made(name, 3, job.vocab_size) for name in job.tensors if name != "labels"}
     if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want

@@ -82,11 +82,14 @@ def _longest_batch(task: Any, job: Job) -> tuple[tuple[int, int], dict[str, Any]
 
 def tensors_of(batch: MicroBatch) -> dict[str, tuple[tuple[int, ...], str]]:
     """The shape for one example, with -1 for S, and the type of the tensors of ``batch``, as in ``Job.tensors``."""
-    return {
-        name: (tuple(-1 if n == batch.shape[1] else n for n in t.shape[1:]), str(t.dtype).removeprefix("torch."))
-        for name, t in {**batch.inputs, "labels": batch.labels}.items()
-        if hasattr(t, "dtype") and name not in ("attention_mask", "position_ids")
-    }
+    found = {}
+    for name, tensor in {**batch.inputs, "labels": batch.labels}.items():
+        if hasattr(tensor, "dtype") and name not in ("attention_mask", "position_ids"):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            if name not in ("input_ids", "labels") and tensor.ndim == 2 and bool(((tensor == 0) | (tensor == 1)).all()):
+                kind += f" {int(tensor.sum(1).max())}"  # a mask: by how many a row chooses, memory may go
+            found[name] = tuple(-1 if n == batch.shape[1] else n for n in tensor.shape[1:]), kind
+    return found
 
 
 def _micro_batch_size(config: Config, world_size: int) -> int:

@@ -43,8 +43,9 @@ class Scores(NamedTuple):
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
     if not isinstance(logits, Tensor):
-        given = ", ".join(logits) if isinstance(logits, dict) else type(logits).__name__
-        raise UserError(f"the model gives no logits but {given}: give --task one whose loss_sum and scores take these.")
+        raise UserError(
+            f"the model gives no logits; a task's own loss_sum and scores can take {type(logits).__name__}."
+        )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
 
@@ -112,8 +113,7 @@ class Task:
     scores = staticmethod(cross_entropy_scores)  # of logits and labels: what an evaluation keeps of a batch
 
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
-        """Metrics of a split; ``table`` (examples, 6 + K): example, loss sum, targets, correct, prediction, reference,
-        counts."""
+        """Metrics by ``table`` (examples, 6 + K): example, loss sum, targets, correct, prediction, label, counts."""
         loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
         loss, accuracy = (loss_sum / targets, correct / targets) if targets else (math.nan, math.nan)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}

@@ -180,7 +180,8 @@ def _own_flags() -> Parser:
     add("stop_after_minutes", metavar="M", type=_amount, default=math.inf, help="start no cell after this time")
     add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, if only the data tells")
     add("num_labels", metavar="N", type=positive, default=2, help="classes of a classifier (default: 2)")
-    add("output", metavar="DIR", type=Path, default=Path("runs/sweep"), help="(default: %(default)s)")
+    shown = "where the table goes (default: %(default)s)"
+    parser.add_argument("--output", "--output_dir", metavar="DIR", type=Path, default=Path("runs/sweep"), help=shown)
     add("pages_of", metavar="FILE", type=Path, help="measure nothing: write the pages of this sweep.json again")
     add("again", action="store_true", help="measure again what DIR holds already")
     return parser

@@ -109,6 +109,13 @@ def paired(outcomes: Iterable[Outcome], variant: str, reference: str, name: str)
     return [values[variant, seed] - values[reference, seed] for seed in seeds]
 
 
+class Once(argparse.Action):
+    """Keeps each of the values once: the same run made twice would look like agreement."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
+
+
 def parser_of(name: str, description: str | None, flags: str = "", seeds: Sequence[int] = (1, 2, 3)) -> Parser:
     """A parser with the flags that all studies of real runs have."""
     parser = Parser(
@@ -119,7 +126,7 @@ def parser_of(name: str, description: str | None, flags: str = "", seeds: Sequen
         allow_abbrev=False,
     )
     shown = f"(default: {' '.join(map(str, seeds))})"
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds), metavar="N", help=shown)
+    parser.add_argument("--seeds", nargs="+", action=Once, type=int, default=list(seeds), metavar="N", help=shown)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="of results and runs")
     parser.add_argument(
         "--plan", action="store_true", help="show what would run, in how much memory and time; run nothing"

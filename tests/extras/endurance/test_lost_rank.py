@@ -166,6 +166,9 @@ def test_where_no_store_is_opened_rank_0_did_not_come(
         assert second.concludes(DistNetworkError("The client socket has timed out while trying to connect"))
     assert len(told) == 1
     assert told[0].startswith("rank 0 did not come: nothing answers at 127.0.0.1:1 ")
+    with watch(0) as first:
+        assert first.concludes(DistNetworkError("The client socket has timed out while trying to connect"))
+    assert told[1].startswith("this process is rank 0, and is not to be found: nothing answers at 127.0.0.1:1 ")
 
 
 class Clock:

@@ -279,3 +279,25 @@ def test_cable_between_two_hosts_is_cut(
     assert lost[0][0].startswith("error: rank 1 (host ") and "is lost" in lost[0][0]
     assert lost[1][0].startswith("error (rank 1): rank 0 is lost: the launcher of its host, 10.77.0.1")
     assert verify(newest_checkpoint(output)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_hosts_that_do_not_share_the_output_folder_are_told_before_anything_is_trained(
+    recipe: Path, tmp_path: Path, shared: bool
+) -> None:
+    port, ranks = free_port(), []
+    for rank in range(2):
+        host = tmp_path / f"host{0 if shared else rank}"
+        host.mkdir(exist_ok=True)
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+        environment = {**os.environ, **meet, "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, str(ROOT / "train" / "main.py"), "--config", str(recipe), "--output_dir", "runs/one"]
+        with (tmp_path / f"log{rank}").open("w") as log:
+            options: Any = {"cwd": host, "env": environment, "stdout": log, "stderr": log}
+            ranks.append(subprocess.Popen(words, **options))
+    statuses = [rank.wait(120) for rank in ranks]
+    said = "".join((tmp_path / f"log{rank}").read_text() for rank in range(2))
+    assert statuses == ([EXIT_DONE] * 2 if shared else [EXIT_ERROR] * 2), said
+    assert ("is not the folder of process " in said) is not shared
+    assert "Traceback" not in said

@@ -70,3 +70,21 @@ def test_run_writes_a_checkpoint_and_ends_when_accelerate_launch_dies(
     [checkpoint] = (output / "checkpoints").iterdir()
     assert verify(checkpoint) is None
     assert "stopped by SIGTERM" in log.read_text()
+
+
+def test_processes_that_a_run_forks_are_killed_with_it() -> None:
+    """Such as those of 🤗 Datasets, which would wait for work for ever."""
+    parent = python(
+        "import multiprocess, time\n"
+        "from train.extras.endurance.lost_rank import take_forks_along\n"
+        "take_forks_along()\n"
+        "pool = multiprocess.get_context('fork').Pool(2)\n"
+        "print('on', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    assert parent.stdout is not None and parent.stdout.readline() == "on\n"
+    forked = children(parent.pid)
+    assert len(forked) == 2
+    parent.kill()
+    parent.wait()
+    until(lambda: not any(map(is_alive, forked)), 10)

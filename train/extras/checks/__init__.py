@@ -38,6 +38,7 @@ class Options:
 class Extra(extras.Extra):
     Options = Options
     _data = ""  # a digest of the training examples
+    _pad_id = 0
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -61,10 +62,11 @@ class Extra(extras.Extra):
         import transformers
 
         from train.extras.checks import fit
-        from train.tasks import num_ids
+        from train.tasks import num_ids, pad_token_id
 
         if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):  # a plan has a stand-in
             fit.check_tokenizer(task(run.config), tokenizer)
+        self._pad_id = pad_token_id(tokenizer)
         if model_config is not None:
             known, own = getattr(transformers, task.auto_class)._model_mapping, getattr(model_config, "auto_map", None)
             if type(model_config) not in known and task.auto_class not in (own or {}):
@@ -78,7 +80,7 @@ class Extra(extras.Extra):
         fit.check_network(run, network, sizes)
         if not run.is_planned and run.config.of(Options).check_model:
             # Real numbers next to a plan's fake ones have damaged the heap (torch 2.13).
-            fit.try_small_copy(run, network, task, sizes)
+            fit.try_small_copy(run, network, task, (*sizes, self._pad_id))
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         from train.extras.checks.documents import describe

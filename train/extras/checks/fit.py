@@ -41,12 +41,15 @@ def check_sizes(config: PretrainedConfig, num_tokens: int, max_length: int, skip
         raise UserError(f"max_length: {max_length} is more than the model's {limit} positions: {give}.")
 
 
-def try_small_copy(run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
-    """Raises UsageError for a network of which a small copy shows, by numbers, that it cannot learn the task."""
+def try_small_copy(run: Run, network: nn.Module, task: type[Task], known: tuple[int, int, int]) -> None:
+    """Raises UsageError for a network of which a small copy shows, by numbers, that it cannot learn the task.
+
+    ``known``: how many tokens and labels there are, and which token pads.
+    """
     if not hasattr(network, "_from_config") and sum(p.numel() for p in network.parameters()) > TRIED_PARAMETERS:
         run.outputs.note("model: too large to try whether padding or later tokens change its results")
-    obstacle = obstacle_to_batches(network, task, run.config, sizes)
-    if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
+    obstacle = obstacle_to_batches(network, task, run.config, known[:2])
+    if obstacle := obstacle or obstacle_to_task(network, task, run.config, known[0], known[2]):
         raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False trains it anyway.")
 
 
@@ -61,7 +64,8 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
     config = getattr(network, "config", None)
     known = getattr(config, "num_labels", num_labels)
     if own.is_function and num_labels and known != num_labels:
-        raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
+        found = f"--num_labels says {num_labels}" if run.is_planned else f"the data has {num_labels} of them"
+        raise UserError(f"model {own.name!r} returned a model of {known} classes; {found}.")
     if isinstance(config, PretrainedConfig):
         check_sizes(config, num_tokens, run.config.data.max_length, skipped_positions(network))
 

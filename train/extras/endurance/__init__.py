@@ -195,7 +195,7 @@ class Extra(extras.Extra):
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         self._compare_replicas(progress.step, True)
-        self._lock = run.outputs.from_main(lambda: relock(self._lock, run.outputs.folder))
+        run.outputs.from_main(lambda: setattr(self, "_lock", relock(self._lock, run.outputs.folder)))
         self._saving.save(run, state, progress, wait)
         return True
 
@@ -217,6 +217,9 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
+        if progress.step == progress.nonfinite_steps:
+            remedy = "Look at the examples in metrics.jsonl, or lower the learning rate"
+            raise UserError(f"none of {progress.step} steps had a finite gradient: no weight has changed. {remedy}.")
         self._is_trained = True
         refuse_nonfinite(run, state, progress)
 

@@ -44,10 +44,11 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
             raise UserError(
                 f"{folder} is in use by {who}. Wait for it, end it, or give another --output_dir."
             ) from None
-    file.truncate(0)
-    file.write(_holder())
-    file.flush()
-    os.fsync(file.fileno())  # other hosts look, see refuse_separate
+    with writable(folder / NAME):
+        file.truncate(0)
+        file.write(_holder())
+        file.flush()
+        os.fsync(file.fileno())  # other hosts look, see refuse_separate
     return file
 
 

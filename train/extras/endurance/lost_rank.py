@@ -133,10 +133,11 @@ class RankWatch:
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
             return self._conclude(self._store)
-        if self._rank != 0 and self._is_local_first:
+        if self._is_local_first:
+            what = "rank 0 did not come" if self._rank else "this process is rank 0, and is not to be found"
             where = f"nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT)"
-            self._tell(f"rank 0 did not come: {where}. Start the launchers of all hosts, each with rank 0's address.")
-        return self._rank != 0
+            self._tell(f"{what}: {where}. Start the launchers of all hosts, each with rank 0's address.")
+        return True
 
     def confirms_stop(self) -> bool:
         """Whether a request to stop was meant for the run; if not, a rank has failed, and one rank has reported it."""
