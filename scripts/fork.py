@@ -87,7 +87,11 @@ class Fork:
             setting, project = 'typeCheckingMode = "standard"\n', self.target / "pyproject.toml"
             text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
             project.write_text(text, encoding="utf-8")
-        (self.target / "README.md").write_text(self._readme(starts), encoding="utf-8")
+        kept = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
+        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
+        words = {"name": self.target.name, "extras": ", ".join(self.keep) or "none", "docs": ", ".join(kept)}
+        readme = TABLES["readme"].format(**words, quickstart=first)
+        (self.target / "README.md").write_text(readme, encoding="utf-8")
         for page in (self.target / "docs").rglob("*.md"):  # of a link to what is not copied its words stay
             text, here = page.read_text(encoding="utf-8"), page.parent
             text = LINK.sub(lambda link, here=here: link[0] if (here / link[2]).exists() else link[1], text)
@@ -125,12 +129,6 @@ class Fork:
             names, folders = {p.stem for p in gone} - {"conftest"}, {p.parent for p in more if p.name == "conftest.py"}
             more = {path for path in texts if named[path] & names or path.parent in folders}
         return [path for path in texts if path not in gone]
-
-    def _readme(self, starts: bool) -> str:
-        pages = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
-        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
-        words = {"name": self.target.name, "extras": ", ".join(self.keep) or "none", "docs": ", ".join(pages)}
-        return TABLES["readme"].format(**words, quickstart=first)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
@@ -20,6 +21,7 @@ _MIB = 2**20
 SMALL_REQUEST_BYTES = _MIB  # the largest of the small pool; also what a large block must have left over to be split
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
 OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
+Trace: TypeAlias = Iterable[tuple[int, int]]  # of (storage key, +bytes to allocate or −bytes to free)
 
 
 class _Pool:
@@ -91,11 +93,8 @@ class _Pool:
 class CachingAllocator:
     """The state of the allocator of one device; bytes allocated and reserved as ``torch.cuda`` says.
 
-    With ``expandable_segments`` each pool has one segment that grows by pages. Addresses are unlimited here; PyTorch
-    has 9/8 of the device.
-
-    Args:
-        limit_bytes: what may be reserved, by expandable segments.
+    With ``expandable_segments`` each pool has one segment that grows by pages; these may reserve ``limit_bytes``.
+    Addresses are unlimited here; PyTorch has 9/8 of the device.
     """
 
     def __init__(self, expandable_segments: bool = False, limit_bytes: float = math.inf) -> None:
@@ -109,19 +108,17 @@ class CachingAllocator:
     def allocate(self, key: int, size_bytes: int) -> None:
         """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device.
 
-        Raises:
-            MemoryError: the device is full, also once it has got back what lies unused.
+        Raises MemoryError if the device is full, also once it has got back what lies unused.
         """
         if size_bytes == 0:
             return
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         pool = self._pools[small := size <= SMALL_REQUEST_BYTES]
         try:
-            block = pool.take(size) or self._from_device(pool, size)
+            address, found = pool.take(size) or self._from_device(pool, size)
         except MemoryError:
             self.reserved_bytes -= sum(each.give_back() for each in self._pools.values())
-            block = self._from_device(pool, size)
-        address, found = block
+            address, found = self._from_device(pool, size)
         left_over = found - size
         if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
             pool.add(address + size, left_over)
@@ -161,14 +158,8 @@ class CachingAllocator:
             pool.add(address, size)
 
 
-def replay(
-    trace: Iterable[tuple[int, int]], expandable_segments: bool = False, limit_bytes: float = math.inf
-) -> CachingAllocator:
-    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back.
-
-    Raises:
-        MemoryError: ``limit_bytes`` are too few.
-    """
+def replay(trace: Trace, expandable_segments: bool = False, limit_bytes: float = math.inf) -> CachingAllocator:
+    """The allocator after a trace, in which freed keys may come back; MemoryError: ``limit_bytes`` are too few."""
     allocator = CachingAllocator(expandable_segments, limit_bytes)
     for key, change_bytes in trace:
         if change_bytes < 0:
@@ -178,7 +169,7 @@ def replay(
     return allocator
 
 
-def least_reserved_bytes(trace: Sequence[tuple[int, int]], too_few_bytes: int, enough_bytes: int) -> int:
+def least_reserved_bytes(trace: Trace, too_few_bytes: int, enough_bytes: int) -> int:
     """The least memory with which expandable segments work, to a page; above ``too_few_bytes``, which do not suffice.
 
     A little more may fail, though it hardly ever does, because blocks then lie elsewhere.

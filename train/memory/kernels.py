@@ -217,8 +217,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         return [query.numel() * query.element_size(), rows * columns * (4 + 2 * (query.dtype in HALF))]
     if name in ("aten::mm", "aten::addmm") and result.device.type == "cpu":
         # a processor without bf16 arithmetic sums in fp32 first
-        sums_apart = result.dtype == torch.bfloat16 and not cpu_has_fast_bf16()
-        return [result.numel() * 4 + 128] if sums_apart else []
+        return [result.numel() * 4 + 128] if result.dtype == torch.bfloat16 and not cpu_has_fast_bf16() else []
     if name == "torch_attn::_varlen_attn_backward":
         return _flash_backward(args[1], args[2], documents=args[6].numel() - 1)
     if name == "aten::_scaled_dot_product_flash_attention_backward":

@@ -13,6 +13,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
 from train.memory.predict import MOMENTS, OFFLOAD, Job, Prediction, Predictor
@@ -95,8 +96,7 @@ def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
     return 4 * -(-prediction.num_parameters // ranks), 4 * -(-prediction.num_trained_parameters // ranks)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The answer to a question."""
 
     asked: Outcome | None  # the configuration as it stands; None where it leaves the micro-batch open or cannot run
@@ -150,8 +150,7 @@ class Search:
                 low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
                 too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
                 sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
-                technique = replace(base, loss=self._losses[column]).recomputing(ways[row])
-                if tried := self._grown(technique, sizes):
+                if tried := self._grown(replace(base, loss=self._losses[column]).recomputing(ways[row]), sizes):
                     done.append((row, column, tried))
                 for outcome in (outcome for outcome in tried if outcome.fits):
                     if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):
@@ -165,8 +164,7 @@ class Search:
         tried: list[Outcome] = []
 
         def needs(size: int) -> int | None:
-            outcome = self.try_(replace(technique, micro_batch_size=size))
-            if outcome is None:
+            if (outcome := self.try_(replace(technique, micro_batch_size=size))) is None:
                 return None
             insort(tried, outcome, key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes

@@ -108,8 +108,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
     @torch.compiler.disable(reason="what breaks a graph inside a checkpoint would leave the whole layer uncompiled")
     def within(checkpoint: Any, function: Any, *inputs: Any, **options: Any) -> Any:
-        forward = partial(compiled(function.func), *function.args, **function.keywords)
-        return checkpoint(forward, *inputs, **options)
+        return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
 
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]

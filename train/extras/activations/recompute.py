@@ -90,8 +90,15 @@ class OffloadedInputs:
             return self._checkpoint(function, *inputs, **options)
         first = inputs[0].untyped_storage()._cdata, inputs[0].shape  # no tensor, which hooks would keep alive
 
+        @torch.no_grad()
         def pack(tensor: Tensor) -> Tensor | _Resting:
-            return self._rest(tensor) if (tensor.untyped_storage()._cdata, tensor.shape) == first else tensor
+            if (tensor.untyped_storage()._cdata, tensor.shape) != first:
+                return tensor
+            if (before := self._last()) is not None:
+                before.leave()
+            resting = _Resting(tensor, self)
+            self._last = weakref.ref(resting)
+            return resting
 
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
         with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.take()):
@@ -104,14 +111,6 @@ class OffloadedInputs:
         if tensor.device not in self.transfers:  # Metal's memory is the host's
             self.transfers[tensor.device] = None if tensor.device.type == "mps" else StreamTransfers(tensor.device)
         return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
-
-    @torch.no_grad()
-    def _rest(self, tensor: Tensor) -> _Resting:
-        if (before := self._last()) is not None:
-            before.leave()
-        resting = _Resting(tensor, self)
-        self._last = weakref.ref(resting)
-        return resting
 
 
 def piece_bytes_for(num_bytes: int) -> int:

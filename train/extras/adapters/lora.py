@@ -64,7 +64,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     what adapters of the layers learn could not be added to their weights.
     """
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.utils import transformers_weight_conversion
+    from peft.utils import transformers_weight_conversion as conversion
 
     own = run.config.of(Options)
     outside = tuple(f"{name}." for name in _heads(model, auto_class))  # of the linear layers that all-linear means
@@ -81,9 +81,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
         base_model_name_or_path=run.config.architecture.model,
     )
     try:  # peft would take names of dense MLPs for those of fused experts
-        with patch.object(
-            transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None
-        ):
+        with patch.object(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
             inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-
-if TYPE_CHECKING:
-    from train.records import MicroBatch, Parts, Run
+from train.records import MicroBatch, Parts, Run
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,8 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
-
-    def __init__(self) -> None:
-        self._health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
-        self._noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
+    _health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
+    _noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:

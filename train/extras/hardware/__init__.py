@@ -43,7 +43,17 @@ class Extra(extras.Extra):
         return launch
 
     def started(self, run: Run) -> None:
-        run.outputs.note(describe_device(run), self._precision_line)
+        """Describes the device, in the first line of a run."""
+        import torch
+
+        accelerator, dtype = run.accelerator, run.config.architecture.dtype
+        device, arithmetic = accelerator.device, precision_in_use(accelerator)
+        parts = [f"{accelerator.num_processes} × {device_name(device)}"]
+        parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
+        parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
+        shown = {"no": SHORT[dtype], "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
+        line = f"device: {', '.join(filter(None, parts))}, precision {shown}"
+        run.outputs.note(line, self._precision_line)
 
 
 def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:
@@ -138,16 +148,3 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would put its own choice in place of ours
     if launch.engine == "fsdp2" or launch.tp_size > 1:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def describe_device(run: Run) -> str:
-    """The first line of a run."""
-    import torch
-
-    accelerator, dtype = run.accelerator, run.config.architecture.dtype
-    device, arithmetic = accelerator.device, precision_in_use(accelerator)
-    parts = [f"{accelerator.num_processes} × {device_name(device)}"]
-    parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
-    parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
-    shown = {"no": SHORT[dtype], "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
-    return f"device: {', '.join(filter(None, parts))}, precision {shown}"

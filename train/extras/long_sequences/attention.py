@@ -56,29 +56,21 @@ def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    documents: Documents | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: query (B, H, S, D), key and value (B, H', S, D) to (B, S, H, D).
+def attend(module: nn.Module, *given: Any, documents: Documents | None = None, **options: Any) -> tuple[Tensor, None]:
+    """An attention function of transformers: query (B, H, S, D), key, value (B, H', S, D) and mask to (B, S, H, D).
 
     Where there are documents no mask is looked at. Of the ``options``, ``sliding_window`` says how many tokens one sees
     to its left, itself included, and where it is not causal to its right. Raises ValueError for what this cannot do.
     """
     if documents is None:
-        return attend_rows(module, query, key, value, attention_mask, **options)
+        return attend_rows(module, *given, **options)
     for name in ("softcap", "s_aux", "position_bias"):  # which a trial might take for rounding
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     how = {"dropout": options.get("dropout", 0.0), "scaling": options.get("scaling"), "is_causal": causal}
-    return _attend_within(module, (query, key, value), documents, window, how), None
+    return _attend_within(module, given[:3], documents, window, how), None
 
 
 def attend_rows(
@@ -132,8 +124,7 @@ def _one_by_one(within: Callable[..., Tensor], tensors: Tensors, rows: Sequence[
     if len(set(rows)) > 1:
         each = zip(*(tensor.split(1) for tensor in tensors), strict=True)
         return torch.cat([_one_by_one(within, row, [lengths]) for row, lengths in zip(each, rows, strict=True)])
-    parts = zip(*(tensor.split(rows[0], dim=2) for tensor in tensors), strict=True)
-    attended = [within(*part) for part in parts]
+    attended = [within(*part) for part in zip(*(tensor.split(rows[0], dim=2) for tensor in tensors), strict=True)]
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 

@@ -8,10 +8,9 @@ loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Argument
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from train.records import IGNORE
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a loss is computed, as far as that decides which."""
 
     device_type: str
@@ -40,22 +38,21 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
     """
     if kernel == "chunked":
         return None
-    if place.is_replicated:
-        return "may round its sums differently on each rank of tensor parallelism: use chunked or auto"
-    if place.device_type != "cuda":
-        return f"runs only on CUDA devices, and this is a {place.device_type} device: use chunked or auto"
-    if kernel == "cce":
-        if place.capability < (8, 0):
-            return "needs a GPU of compute capability 8.0 (Ampere) or newer: use chunked or auto"
-        if place.dtype not in (torch.bfloat16, torch.float16):
-            return "multiplies only in bf16 or fp16: give --mixed_precision bf16, or use chunked or auto"
-        if objective != PLAIN:
-            return "does not support label smoothing and z-loss here: use chunked or auto"
-    elif place.dtype == torch.float16:
-        return "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"
-    if not (_is_installed(kernel) if installed is None else installed):
-        return f"is not installed, or too old: pip install '.[{kernel}]' adds it; or use chunked or auto"
-    return None
+    is_cce, kind, instead = kernel == "cce", place.device_type, "use chunked or auto"
+    is_half = place.dtype in (torch.bfloat16, torch.float16)
+    rounds = kernel == "liger" and place.dtype == torch.float16
+    cases = (
+        (place.is_replicated, f"may round its sums differently on each rank of tensor parallelism: {instead}"),
+        (kind != "cuda", f"runs only on CUDA devices, and this is a {kind} device: {instead}"),
+        (is_cce and place.capability < (8, 0), f"needs a GPU of compute capability 8.0 (Ampere) or newer: {instead}"),
+        (is_cce and not is_half, f"multiplies only in bf16 or fp16: give --mixed_precision bf16, or {instead}"),
+        (is_cce and objective != PLAIN, f"does not support label smoothing and z-loss here: {instead}"),
+        (rounds, "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"),
+    )
+    if obstacle := next((why for is_so, why in cases if is_so), None):
+        return obstacle
+    is_there = _is_installed(kernel) if installed is None else installed
+    return None if is_there else f"is not installed, or too old: pip install '.[{kernel}]' adds it; or {instead}"
 
 
 def _is_installed(kernel: str) -> bool:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from train import extras
 from train.config import option
-from train.records import MicroBatch, Run, exchange
+from train.records import MicroBatch, Parts, Run, exchange
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.records import Parts
     from train.tasks import Task
 
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever

@@ -104,8 +104,7 @@ class CpuMeter(MemoryMeter):
 
     def _covering(self) -> list[Measured]:
         """Figures of followed steps, or evaluations, of which this one cannot need more."""
-        followed = self._followed[self._is_step]
-        return [m for extent, m in followed.items() if all(map(operator.ge, extent, self._extent))]
+        return [m for extent, m in self._followed[self._is_step].items() if all(map(operator.ge, extent, self._extent))]
 
     def _left_bytes(self) -> int:
         """What followed steps made and left behind."""

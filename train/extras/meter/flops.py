@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +32,7 @@ def attended(length: float, window: float | None = None, is_causal: bool = False
     return seen - seen**2 / (2 * length) if is_causal else seen
 
 
-@dataclass(frozen=True)
-class ModelFlops:
+class ModelFlops(NamedTuple):
     """FLOPs of forward and backward: a polynomial of second degree in the length of a text."""
 
     constant: float  # of a text, such as those of a classifier's head

@@ -59,9 +59,6 @@ class Measured:
         return {name: value for name, value in vars(self).items() if value or name == "peak_allocated_bytes"}
 
 
-NOTHING = Measured()
-
-
 class MemoryMeter:
     """Tells phases and kinds of memory apart, and finds leaks, of which ``say`` hears. Each device has a subclass.
 
@@ -82,7 +79,7 @@ class MemoryMeter:
         self.phase = ""  # the phase that is running, or failed
         self.shapes: Shapes = ()
         self._say, self._is_measuring = say, False
-        self._step = self._interval = self._run = NOTHING
+        self._step = self._interval = self._run = Measured()
 
     @property
     def last_shape(self) -> tuple[int, int] | None:
@@ -98,7 +95,7 @@ class MemoryMeter:
     def measure(self, phase: str, batches: Sequence[MicroBatch]) -> Iterator[None]:
         """Measures an optimizer step, which begins with the phase ``forward``, or the ``evaluation`` of one batch."""
         self.phase, self.shapes = phase, tuple(batch.shape for batch in batches)
-        self._step, known_leak = NOTHING, self.leaks.leak
+        self._step, known_leak = Measured(), self.leaks.leak
         self._begin(batches)
         self._is_measuring, completed = True, False
         try:
@@ -120,7 +117,7 @@ class MemoryMeter:
     def interval(self) -> dict[str, Any]:
         """Bytes since the last call; names as of :meth:`summary`."""
         self._between()
-        interval, self._interval, self._run = self._interval, NOTHING, self._run.merged(self._interval)
+        interval, self._interval, self._run = self._interval, Measured(), self._run.merged(self._interval)
         return interval.figures()
 
     def summary(self) -> dict[str, Any]:

@@ -83,8 +83,7 @@ class StorageTracker(TorchDispatchMode):
         # FSDP2 frees gathered parameters by it: no operator, so nothing else tells
         self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_and_count)
         self._resizing.start()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -148,8 +147,6 @@ class StorageTracker(TorchDispatchMode):
     def _resize(self, key: int, size: int) -> None:
         """The storage with this number has grown or shrunk to ``size`` bytes."""
         block = self.live[key]
-        if size == block.num_bytes:
-            return
         self.live_bytes += size - block.num_bytes
         self.bytes_by_kind[block.kind] += size - block.num_bytes
         block.num_bytes = size

@@ -35,6 +35,7 @@ class Extra(extras.Extra):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
+        is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:
@@ -45,7 +46,6 @@ class Extra(extras.Extra):
             not_bf16 = (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest")
             extras.refuse(rounding, not_adamw, not_bf16, ("optimizer_offload", own.optimizer_offload, originals))
         if launch.engine != "ddp" or launch.tp_size > 1:
-            is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
             early = "the loss scaler would read its scale before it is on the host. Use mixed_precision: bf16 or no"
             whole = "it needs whole weights on every process. Use ddp.yaml, or adamw alone, whose state "
             whole += "fsdp2_offload.yaml and deepspeed_zero3_offload.yaml keep in host memory"
@@ -58,7 +58,20 @@ class Extra(extras.Extra):
                 ("fsdp_offload_params: true and mixed_precision: fp16", launch.offloads and is_fp16, early),
             )
         if own.optimizer_in_backward:
-            _check_in_backward(config, launch)
+            norm, steps = optim.max_grad_norm, optim.gradient_accumulation_steps or 1
+            is_split = steps > 1 or config.get("max_tokens_per_micro_batch") is not None
+            is_split |= optim.global_batch_size not in (None, optim.micro_batch_size)
+            one = "gradients cannot be accumulated. Give micro_batch_size and gradient_accumulation_steps: 1"
+            late = "the norm of all gradients is known only after the updates"
+            null = f"{late}. Give max_grad_norm: null (as a flag: None); max_grad_value may be set"
+            summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
+            extras.refuse(
+                "optimizer_in_backward",
+                ("several micro-batches in a step", is_split, one),
+                (f"max_grad_norm: {norm}", norm is not None, null),
+                ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
+                (f"{launch.world_size} processes", launch.world_size > 1, summed),
+            )
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         from torch.optim import SGD, Adafactor
@@ -85,20 +98,3 @@ class Extra(extras.Extra):
         from train.extras.optimizers.in_backward import InBackward
 
         return InBackward(run.accelerator, run.config, engine.mark)
-
-
-def _check_in_backward(config: Config, launch: Launch) -> None:
-    optim, norm = config.optimization, config.optimization.max_grad_norm
-    is_split = (optim.gradient_accumulation_steps or 1) > 1 or config.get("max_tokens_per_micro_batch") is not None
-    is_split |= optim.global_batch_size not in (None, optim.micro_batch_size)
-    one = "gradients cannot be accumulated. Give micro_batch_size and gradient_accumulation_steps: 1"
-    late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
-    summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
-    is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
-    extras.refuse(
-        "optimizer_in_backward",
-        ("several micro-batches in a step", is_split, one),
-        (f"max_grad_norm: {norm}", norm is not None, f"{late}; max_grad_value may be set"),
-        ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
-        (f"{launch.world_size} processes", launch.world_size > 1, summed),
-    )

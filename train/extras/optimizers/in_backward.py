@@ -56,8 +56,7 @@ class InBackward(Engine):
     @torch.no_grad()
     def _use(self, group: dict[str, Any], parameter: Tensor) -> None:
         gradient, max_value = cast("Tensor", parameter.grad), self.config.optimization.max_grad_value
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient, self._order, dtype=dtype)
+        norm = torch.linalg.vector_norm(gradient, self._order, dtype=torch.promote_types(gradient.dtype, torch.float32))
         self._norms.append(norm.float())
         self._finite = self._finite & torch.isfinite(norm)
         if max_value is not None:

@@ -9,8 +9,7 @@ stretches are others. Names and layout are those of DeepSpeed 0.19.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch import Tensor
 from train.state import Block, StoredBlocks, TrainingState
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A part of a parameter in one of this rank's buffers."""
 
     shape: tuple[int, ...]  # of the whole parameter
@@ -88,9 +86,8 @@ class DeepSpeedState(TrainingState):
         """In fp32; one tensor at a time is whole on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-        whole = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self.checkpointed_tensors().items() if keep
-        }
+        untrained = self.checkpointed_tensors() if keep else {}
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in untrained.items()}
         for name, parameter in self.model.named_parameters():
             tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if keep and tensor is not None:

@@ -119,16 +119,15 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> AbstractContextManager[
 def obstacle_to_context(model: nn.Module, config: Any) -> str | None:
     kinds, slides = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     other = set(kinds) - {"full_attention"} if kinds else {"sliding_window"} if slides else set()
-    layers = [module for key, module in model.named_modules() if key.endswith("self_attn")]
-    if other:
-        return f"its attention does not see all earlier positions ({', '.join(other)})"
-    if len(layers) != config.num_hidden_layers or not all(getattr(layer, "is_causal", False) for layer in layers):
-        return "not every layer has a causal self_attn"
-    if config._attn_implementation != "sdpa":
-        return f"its attn_implementation is {config._attn_implementation}, not sdpa"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"its attention_dropout is {config.attention_dropout}, not 0"
-    return None
+    causal = [getattr(m, "is_causal", False) for name, m in model.named_modules() if name.endswith("self_attn")]
+    attention, dropout = config._attn_implementation, getattr(config, "attention_dropout", 0.0)
+    cases = (
+        (other, f"its attention does not see all earlier positions ({', '.join(other)})"),
+        (len(causal) != config.num_hidden_layers or not all(causal), "not every layer has a causal self_attn"),
+        (attention != "sdpa", f"its attn_implementation is {attention}, not sdpa"),
+        (dropout, f"its attention_dropout is {dropout}, not 0"),
+    )
+    return next((obstacle for is_so, obstacle in cases if is_so), None)
 
 
 def obstacle_to_ulysses(config: Any, ranks: int, max_length: int) -> str | None:
@@ -161,8 +160,7 @@ class Ulysses(DeepSpeed):
     @property
     def loss_factor(self) -> float:
         """Stage 3 divides the sum of gradients by all ranks; stage 2 counts ranks that share a sequence as one."""
-        is_stage_3 = self.engine.zero_optimization_stage() == 3
-        return self.accelerator.num_processes // (1 if is_stage_3 else self.copies)
+        return self.accelerator.num_processes // (1 if self.engine.zero_optimization_stage() == 3 else self.copies)
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
         """This rank's stretch of every sequence; the whole batch in evaluation, where nothing is exchanged."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import platform
@@ -97,8 +96,7 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
     """
     if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return tables.load_saved(path, data, only_validation)
-    found: dict[Any, list[str]]
-    found = {"validation": _to_validate_on(path, data)} if only_validation else _find(path, data)
+    found: dict[Any, list[str]] = {"validation": _to_validate_on(path, data)} if only_validation else _find(path, data)
     if "train" not in found and not only_validation:
         if None not in found:
             raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
@@ -184,7 +182,7 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
     """Each file's text once, with its path."""
     seen: set[str] = set()
     for path in files:
-        with contextlib.suppress(UnicodeDecodeError, OSError):  # some tests of Python's own are made to be unreadable
+        with suppress(UnicodeDecodeError, OSError):  # some tests of Python's own are made to be unreadable
             text = Path(path).read_text(encoding="utf-8")
             if text.strip() and "\0" not in text and text not in seen:
                 seen.add(text)

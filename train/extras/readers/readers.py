@@ -88,8 +88,7 @@ def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: A
     """
     try:
         contents = [file_digest(Path(path)) for path in key.get("files", ())]
-        fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
-        return generated(generator, features, fingerprint, **key)
+        return generated(generator, features, Hasher.hash([generator.__qualname__, key, contents, FORMAT]), **key)
     except OSError as error:
         raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
 
@@ -218,9 +217,8 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
         while True:
             line = reader.line_num + 1
             try:
-                fields = next(reader)
-            except StopIteration:
-                return
+                if (fields := next(reader, None)) is None:
+                    return
             except csv.Error as error:
                 quotes = "Give --quoting none if quotes are only characters"
                 if "unexpected end" in str(error):  # all lines from here on would be lost as one record

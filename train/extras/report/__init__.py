@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,12 +15,10 @@ from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
-from train.records import Run, UsageError, UserError
+from train.records import Parts, Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from train.records import Parts
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -38,6 +36,7 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
+    _trackers: Sequence[Any] = ()
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -52,9 +51,6 @@ class Extra(extras.Extra):
                 raise UsageError(f"report_to: {tracker} is not installed. pip install '.[{tracker}]' adds it.")
         if own.push_to_hub and hub is None:
             raise UsageError("push_to_hub needs hub_model_id (user/name).")
-
-    def __init__(self) -> None:
-        self._trackers: list[Any] = []
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
@@ -73,7 +69,7 @@ class Extra(extras.Extra):
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
         if run.config.of(Options).report_to:
             start_trackers(run.accelerator, run.config)
-            self._trackers = list(run.accelerator.trackers)
+            self._trackers = run.accelerator.trackers
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Training lines stand in the progress bar; all go to the trackers."""

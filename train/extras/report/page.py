@@ -124,8 +124,7 @@ def figures_html(drawn: Sequence[Chart]) -> str:
 
 def facts_html(values: Mapping[str, Any]) -> str:
     """A table of names and values."""
-    cells = [f'<th scope="row">{escape(name)}</th><td>{escape(str(value))}</td>' for name, value in values.items()]
-    rows = "".join(f"<tr>{pair}</tr>" for pair in cells)
+    rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(str(v))}</td></tr>' for k, v in values.items())
     return f'<div class="box"><table class="facts"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 

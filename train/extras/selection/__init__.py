@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,8 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
-
-    def __init__(self) -> None:
-        self._metric, self._grows, self._data, self._best_of = "loss", False, "", ""  # the last: what is compared
-        self._further: list[Any] = []
+    _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
+    _further: Sequence[Any] = ()
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
