@@ -78,7 +78,7 @@ def draw(question: Question, grid: Grid, path: Path) -> None:
     axes = figure.subplots()
     shown = [[cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid]
     room_gib = question.room_bytes / 2**30
-    image = axes.imshow(shown, cmap="YlGnBu", alpha=0.5, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
+    image = axes.imshow(shown, cmap="YlGnBu", vmin=0, vmax=1.8 * room_gib, aspect="auto", origin="lower")
     axes.set_facecolor("#cccccc")  # seen where no cell fits
     for i, row in enumerate(grid):
         for j, cell in enumerate(row):
@@ -90,7 +90,8 @@ def draw(question: Question, grid: Grid, path: Path) -> None:
     title, settings = _titles(question, grid)
     axes.set_title(f"{settings}. Grey: does not fit", fontsize=9)
     figure.suptitle(title, fontsize=11)
-    figure.colorbar(image, ax=axes, label="memory needed (GiB)")
+    bar = figure.colorbar(image, ax=axes, label="memory needed (GiB)")
+    bar.ax.set_ylim(0, room_gib)  # the darker half of the colours would hide the figures
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

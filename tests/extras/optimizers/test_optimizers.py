@@ -684,6 +684,12 @@ def test_optimizers_that_need_whole_weights_say_so(launch: Launch, values: dict[
         extras.check(config, Launch(2))
 
 
+def test_the_file_of_a_cpu_computes_in_no_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cpu.yaml says fp16, which a CPU takes for bf16 or fp32."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    extras.check(settings(max_grad_norm=None, optimizer_in_backward=True), Launch(precision="fp16"))
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install -e '.\[bitsandbytes\]'"):

@@ -13,6 +13,7 @@ import datasets
 import pytest
 from support import run_for
 
+from train import extras
 from train.config import Config
 from train.extras.selection import Extra
 from train.records import Evaluation, Progress, Run, UserError
@@ -90,6 +91,19 @@ def test_a_default_metric_that_a_task_of_ones_own_forgot_to_change_is_told_befor
     monkeypatch.setattr(own, "metrics", lambda *_: {"loss": 0.5, "mse": 0.5})
     with pytest.raises(UserError, match=r"^default_metric of the task: 'accuracy' is not among .*: loss, mse\."):
         prepared(task="sequence_classification")
+
+
+def test_the_metric_of_another_extra_may_choose_the_best() -> None:
+    class Own(extras.Extra):
+        def metrics(self, run: Any, data: Any, split: str, table: Any) -> dict[str, Any]:
+            return {"rouge": 0.5}
+
+    config = Config().changed(metric_for_best="rouge", load_best_model_at_end=True, eval_every_steps=1)
+    extra, run = Extra(), run_for(config)
+    run.extras = extras.Extras({**run.extras.by_name, "own": Own()})
+    data: Any = SimpleNamespace(task=causal_lm.Task(config), examples={"validation": None}, label_names=())
+    extra.prepared(run, data, data)
+    assert run.outputs.notes == ["best: the highest rouge of the validation split"]
 
 
 def test_the_checkpoint_of_the_best_stays(tmp_path: Path) -> None:

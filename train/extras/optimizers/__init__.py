@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,8 @@ class Extra(extras.Extra):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
-        is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")  # which never computes in fp16
+        is_fp16 = (optim.mixed_precision or launch.precision) == "fp16" and not on_cpu
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:

@@ -77,16 +77,16 @@ class Extra(extras.Extra):
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
         if self._metric != "loss":  # which every task has
             one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
-            with suppress(Exception):  # a fork's own may want more rows
-                found = data.task.metrics(one, examples["validation"], data.label_names)
-                found |= self.metrics(run, data, "validation", one)
+            with suppress(Exception):  # a fork's own may want more rows, counts, or the model
+                own = data.task.metrics(one, examples["validation"], data.label_names)
+                found = own | run.extras.merged("metrics", run, data, "validation", one)
             self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         """Those asked for by name; ``data``: which validation data the others are of."""
         found: dict[str, Any] = {"data": self._data} if split == "validation" else {}
         for metric in self._further:
-            predictions, references = table[:, 4:].T.astype(int)
+            predictions, references = table[:, 4:6].T.astype(int)
             found |= metric.compute(predictions=predictions, references=references) or {}
         return found
 
