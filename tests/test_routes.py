@@ -387,7 +387,9 @@ def test_a_model_without_logits_gets_a_message_where_the_task_wants_them(fork: F
     flags = ("--task", "spans.py:Task", "--dataset", "texts.csv", "--model_config", json.dumps(BERT))
     done = fork.run(*flags)
     assert done.returncode == EXIT_ERROR and "Traceback" not in done.stderr
-    assert "no logits; a task's own loss_sum and scores can take QuestionAnsweringModelOutput" in done.stderr
+    assert (
+        "no logits: a task's own loss_sum and scores can take the model's QuestionAnsweringModelOutput" in done.stderr
+    )
 
 
 MASKS = """

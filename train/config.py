@@ -182,7 +182,7 @@ def parse(arguments: list[str], launch: Launch | None = None) -> Config:
     recipe = flags.pop("config", None)
     if recipe is None and not flags.keys() & {"task", "dataset", "model", "model_config", "tokenizer"}:
         recipe = str(QUICKSTART)
-    values = read_recipe(Path(os.path.expanduser(recipe))) if recipe is not None else {}  # noqa: PTH111 - as from_values does
+    values = read_recipe(Path(os.path.expanduser(recipe))) if recipe is not None else {}  # noqa: PTH111
     for name in (n for n, text in flags.items() if text not in ("None", "null")):  # puts aside what it replaces
         for key in (known.keys() & known[name][1].metadata.get("replaces", ())) - flags.keys():
             values[key] = None if _type_problem(None, known[key][0]) is None else known[key][1].default

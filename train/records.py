@@ -111,9 +111,7 @@ class Corpus:
 class MicroBatch:
     """The examples of one forward/backward on one device."""
 
-    inputs: dict[
-        str, Any
-    ]  # of the forward, input_ids (B, S, ...) among them: tensors, or things that move and pin alike
+    inputs: dict[str, Any]  # of the forward, input_ids (B, S, ...) among them: tensors, or what moves and pins alike
     labels: torch.Tensor  # aligned with the logits, (B, S) or (B,); IGNORE is not a target
     num_targets: int
     example_ids: tuple[int, ...]  # position of each in its split; () for a batch that only keeps ranks in step

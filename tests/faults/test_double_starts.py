@@ -120,7 +120,7 @@ def test_a_run_without_its_checkpoints_says_that_it_starts_from_scratch_and_keep
             (tmp_path / "run" / "summary.json").unlink()
         [ended] = run(flags, tmp_path / "logs")
         assert ended.status == EXIT_DONE
-        assert "has lost the checkpoints of the earlier run: it is trained from scratch" in ended.said
+        assert "no checkpoint of the earlier run is left in " in ended.said
         assert f"the earlier run's files were moved to {tmp_path / 'run' / f'previous-{number}'}" in ended.said
         assert log_of(tmp_path / "run" / f"previous-{number}") == log
         assert final_files(tmp_path / "run") == final

@@ -40,10 +40,8 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
         else:
             file.close()
             time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
-            who = (folder / NAME).read_text(encoding="utf-8") or "another process"
-            raise UserError(
-                f"{folder} is in use by {who}. Wait for it, end it, or give another --output_dir."
-            ) from None
+            what = f"{folder} is in use by {(folder / NAME).read_text(encoding='utf-8') or 'another process'}"
+            raise UserError(f"{what}. Wait for it, end it, or give another --output_dir.") from None
     with writable(folder / NAME):
         file.truncate(0)
         file.write(_holder())
@@ -54,8 +52,10 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
 
 def relock(file: Any, folder: Path) -> Any:
     """``file``, which :func:`lock` gave, or a new one if somebody has removed it. Raises UserError as that does."""
-    path = folder / NAME
-    is_there = fcntl is None or (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())))
+    try:
+        is_there = fcntl is None or os.path.samestat((folder / NAME).stat(), os.fstat(file.fileno()))
+    except OSError as error:
+        is_there = error.errno != errno.ENOENT
     return file if is_there else lock(folder)
 
 

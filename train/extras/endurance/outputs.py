@@ -33,10 +33,10 @@ class DurableOutputs(Outputs):
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
-        last = max((row["step"] for row in figures.read_metrics(self.metrics)), default=0)
-        is_lost = bool(self.earlier_summary) or last >= (self.config.output.save_every_steps or math.inf)
-        if is_lost := is_lost and not progress.step:
-            self.say(f"{self.checkpoints} has lost the checkpoints of the earlier run: it is trained from scratch")
+        steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
+        is_lost = not progress.step and (self.earlier_summary or max(steps, default=0) >= 2 * (every or math.inf))
+        if is_lost:
+            self.say(f"no checkpoint of the earlier run is left in {self.checkpoints}: it is trained from scratch")
         if is_lost or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
