@@ -83,20 +83,24 @@ def test_the_file_of_one_gpu_leaves_cards_and_precision_to_the_user(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"),
+    ("model_type", "options", "loads_by_itself"),
     [
-        ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+        ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}, True),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, False),
     ],
 )
-def test_fsdp2_gathers_a_layer_at_a_time(model_type: str, options: dict[str, Any]) -> None:
+def test_accelerate_loads_no_model_with_a_persistent_buffer(
+    model_type: str, options: dict[str, Any], loads_by_itself: bool
+) -> None:
+    """It takes each entry of the state for a sharded parameter. deepseek_v3's routers have a buffer."""
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     config = AutoConfig.for_model(model_type, **sizes, num_attention_heads=2, **options)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=None)
     state = SimpleNamespace(fsdp_plugin=plugin)
     shard_by_layer(
         SimpleNamespace(is_fsdp2=True, state=state, gradient_state=SimpleNamespace(plugin_kwargs={})), network
     )
+    assert plugin.cpu_ram_efficient_loading is loads_by_itself
     assert plugin.transformer_cls_names_to_wrap == [type(network.model.layers[0]).__name__]

@@ -90,14 +90,13 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # Gradients are summed in fp32, and the loss keeps its type: accelerate's own choice is the half precision for
-        # both, which loses digits of every gradient. On a CPU there is nowhere to offload to. Every rank reads and
-        # draws the same weights; handed out by the first, ties are lost and persistent buffers taken for parameters.
+        # both, which loses digits of every gradient. On a CPU there is nowhere to offload to.
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(launch.precision)
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             mixed_precision_policy=MixedPrecisionPolicy(half, torch.float32 if half else None),
             cpu_offload=False if device.type == "cpu" else None,
-            cpu_ram_efficient_loading=False,
         )
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or transformers would leave new weights without memory
     return options
 
 
@@ -109,6 +108,9 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     plugin = accelerator.state.fsdp_plugin
     uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))  # an embedding and the head
+    # accelerate's loading would untie a model that is not of transformers, and takes persistent buffers for parameters.
+    if not hasattr(network, "_from_config") or len(network.state_dict()) > uses.total():
+        plugin.cpu_ram_efficient_loading = False
     if not plugin.transformer_cls_names_to_wrap:
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))

@@ -27,7 +27,7 @@ MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "n
 STEPS, WARM_UP = 3, 2
 NETWORK_COUNTERS = Path("/proc/net/dev")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-         "FSDP_RESHARD_AFTER_FORWARD": "true"}  # fmt: skip
+         "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # fmt: skip
 """What ``accelerate launch`` sets for accelerate_configs/fsdp2.yaml."""
 
 OPERATIONS: dict[str, tuple[str, int | None]] = {

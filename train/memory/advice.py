@@ -45,12 +45,11 @@ def _verdict(question: Question, outcome: Outcome) -> str:
 
 def _parts(question: Question, outcome: Outcome) -> list[str]:
     prediction, device = outcome.prediction, question.device
-    needed = "that plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
     on_card = [
         ("has to reserve", prediction.least_reserved_bytes, "the least that the caching allocator needs"),
         ("CUDA context", device.context_bytes, "driver and kernels"),
         ("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"),
-        ("needed", outcome.needed_bytes, needed),
+        ("needed", outcome.needed_bytes, "that plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")),
     ]
     rows = [
         *((f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()),

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
@@ -21,7 +20,6 @@ _MIB = 2**20
 SMALL_REQUEST_BYTES = _MIB  # the largest of the small pool; also what a large block must have left over to be split
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
 OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
-Trace: TypeAlias = Iterable[tuple[int, int]]  # of (storage key, +bytes to allocate or −bytes to free)
 
 
 class _Pool:
@@ -52,8 +50,7 @@ class _Pool:
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Removes the smallest free block that is large enough, the lowest of several: (address, size), or None."""
-        index = bisect_left(self.free, (size,))
-        if index == len(self.free):
+        if (index := bisect_left(self.free, (size,))) == len(self.free):
             return None
         while index + 1 < len(self.free) and self._grown(index + 1) < self._grown(index):
             index += 1  # a block that can still grow is left for larger requests if another will do
@@ -158,8 +155,13 @@ class CachingAllocator:
             pool.add(address, size)
 
 
-def replay(trace: Trace, expandable_segments: bool = False, limit_bytes: float = math.inf) -> CachingAllocator:
-    """The allocator after a trace, in which freed keys may come back; MemoryError: ``limit_bytes`` are too few."""
+def replay(
+    trace: Iterable[tuple[int, int]], expandable_segments: bool = False, limit_bytes: float = math.inf
+) -> CachingAllocator:
+    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back.
+
+    Raises MemoryError if ``limit_bytes`` are too few.
+    """
     allocator = CachingAllocator(expandable_segments, limit_bytes)
     for key, change_bytes in trace:
         if change_bytes < 0:
@@ -169,7 +171,7 @@ def replay(trace: Trace, expandable_segments: bool = False, limit_bytes: float =
     return allocator
 
 
-def least_reserved_bytes(trace: Trace, too_few_bytes: int, enough_bytes: int) -> int:
+def least_reserved_bytes(trace: Sequence[tuple[int, int]], too_few_bytes: int, enough_bytes: int) -> int:
     """The least memory with which expandable segments work, to a page; above ``too_few_bytes``, which do not suffice.
 
     A little more may fail, though it hardly ever does, because blocks then lie elsewhere.

@@ -80,8 +80,7 @@ class Costs:
             return
         flops, reached, formula, dtype = 0.0, REACHED_FLOPS, flop_registry.get(func.overloadpacket), outputs[0].dtype
         if func.namespace == "torch_attn" or (formula is not None and "_scaled_dot_product" in func._schema.name):
-            names = [argument.name for argument in func._schema.arguments]
-            given = dict(zip(names, args, strict=False), **kwargs)
+            given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False), **kwargs)
             flops, reached = _attention_flops(func._schema.name, given), REACHED_ATTENTION_FLOPS
             if dtype == torch.float32 and torch.bfloat16 in self.flops_per_second:  # since Ampere
                 dtype, reached = torch.bfloat16, REACHED_FP32_ATTENTION_FLOPS

@@ -42,8 +42,7 @@ class Predictions:
                 self.known[key] = self._predictor.predict(job)
             except UserError as error:
                 self.known[key] = error
-        found = self.known[key]
-        if isinstance(found, UserError):
+        if isinstance(found := self.known[key], UserError):
             raise found
         return found
 

@@ -31,8 +31,8 @@ def join(world_size: int, device_type: str, precision: str, offloads: bool) -> N
 
     settings = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": precision, "FSDP_VERSION": "2"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    settings |= {"FSDP_OFFLOAD_PARAMS": str(offloads).lower(), "RANK": "0", "LOCAL_RANK": "0"}
-    settings |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    settings |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
+    settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     _environment.enter_context(patch.dict(os.environ, settings))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real

@@ -217,7 +217,7 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
             stack.enter_context(fake_weights(run.accelerator.device))
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
-        getattr(with_loss.model, "tie_weights", lambda: None)()  # left out with the initialisation
+        with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization
     if optim.optimizer == "adamw_8bit" and not initialised:

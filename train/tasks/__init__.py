@@ -37,7 +37,7 @@ class Scores(NamedTuple):
 
     loss_sums: Tensor  # (B,) summed cross-entropy of each example
     predictions: Tensor  # (B, S) or (B,) the most probable class of each position
-    counts: Tensor | None = None  # (B, K) what else a task's metrics need of each example: K more columns of the table
+    counts: Sequence[Tensor] = ()  # (B,) each: what else a task's metrics need, as further columns of their table
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

@@ -171,8 +171,7 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
             if has_bias:
                 new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
             model.set_submodule(name, new)
-    quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    if not quantized:
+    if not (quantized := [module for module in model.modules() if isinstance(module, Linear4bit)]):
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
     for layer in quantized:
         layer.compute_dtype, layer.compute_type_is_set = compute_dtype, True

@@ -55,8 +55,7 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     open_rows: list[tuple[int, int]] = []  # the room that is left, and the number of the row, ascending
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
-        place = bisect_left(open_rows, (length, 0))
-        if place < len(open_rows):
+        if (place := bisect_left(open_rows, (length, 0))) < len(open_rows):
             left, row = open_rows.pop(place)
         else:
             left, row = room, len(rows)

@@ -39,8 +39,7 @@ class CudaMeter(MemoryMeter):
         self._count_held()
         self._states_counted = -1  # once more when there are gradients
         self._stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        embedding = getattr(self.network, "get_output_embeddings", lambda: None)()
-        if isinstance(embedding, nn.Module):
+        if isinstance(embedding := getattr(self.network, "get_output_embeddings", lambda: None)(), nn.Module):
             embedding.register_forward_pre_hook(self._head_begins)
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
@@ -117,8 +116,7 @@ def list_tensors(device: torch.device) -> Inventory:
     found: dict[int, tuple[str, int]] = {}
     # not isinstance: a proxy may do anything when asked for its class
     for tensor in (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor)):
-        storage = tracker.storage_of(tensor)
         # the storage's device: the fake tensors that torch.compile keeps name a card but hold no memory
-        if storage is not None and storage.device.type == device.type:
+        if (storage := tracker.storage_of(tensor)) is not None and storage.device.type == device.type:
             found.setdefault(storage._cdata, (describe(tensor.shape, tensor.dtype), storage.nbytes()))
     return Inventory(found.values())

@@ -108,11 +108,10 @@ def engine_settings(config: Config, launch: Launch) -> dict[str, Any]:
     _compare("ACCELERATE_", "gradient_clipping", "max_grad_norm", clipping)
     if launch.sp_size > 1 and attention is not None:
         _compare("", "parallelism_config_sp_attn_implementation", "attn_implementation", attention)
-    exact = {} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on CPUs as well, and needs no compiler
-        **exact,
+        **({} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
         "zero_optimization": {"stage": stage, **{part: {"device": device} for part, device in devices.items()}},
         "gradient_clipping": clipping,
     }

@@ -116,8 +116,7 @@ class DeepSpeedState(TrainingState):
                 if self._is_stage_3():
                     share = parameter.partition_numel()
                     start = zero._get_param_partition_rank(parameter) * share
-                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
-                    if length > 0:
+                    if (length := min(share, parameter.ds_numel - start)) > 0:  # the last ranks' shares end in padding
                         found[name] = Stretch(tuple(parameter.ds_shape), start, length, buffer, offset)
                     offset += share
                 elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it

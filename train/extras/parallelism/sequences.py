@@ -121,9 +121,10 @@ def obstacle_to_context(model: nn.Module, config: Any) -> str | None:
     other = set(kinds) - {"full_attention"} if kinds else {"sliding_window"} if slides else set()
     causal = [getattr(m, "is_causal", False) for name, m in model.named_modules() if name.endswith("self_attn")]
     attention, dropout = config._attn_implementation, getattr(config, "attention_dropout", 0.0)
+    layers = getattr(config, "num_hidden_layers", None)
     cases = (
         (other, f"its attention does not see all earlier positions ({', '.join(other)})"),
-        (len(causal) != config.num_hidden_layers or not all(causal), "not every layer has a causal self_attn"),
+        (len(causal) != layers or not all(causal), "not every layer has a causal self_attn"),
         (attention != "sdpa", f"its attn_implementation is {attention}, not sdpa"),
         (dropout, f"its attention_dropout is {dropout}, not 0"),
     )

@@ -91,8 +91,7 @@ def plan_of(model: Any, ranks: int) -> dict[str, str]:
     if any(style == "colwise" and "att" in key for key, style in plan.items()):
         config = model.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(config, field, None)
-            if isinstance(heads, int) and heads % ranks:
+            if isinstance(heads := getattr(config, field, None), int) and heads % ranks:
                 raise UserError(f"tensor parallelism: {name} has {heads} {field}, {_UNEVEN.format(ranks)}")
     return plan
 

@@ -198,8 +198,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     name, fraction = data.dataset, data.validation_fraction
     if len(documents) == 1 and not data.labelled:
         # Not in memory: the parts land in the cache.
-        parts = readers.cached(halves, documents.features, document=documents, fraction=fraction)
-        if len(parts) < 2:
+        if len(parts := readers.cached(halves, documents.features, document=documents, fraction=fraction)) < 2:
             notes = "".join(f" {note}." for note in data.notes)
             raise UserError(f"{name}: one document, too short to split. Add text, or a validation split.{notes}")
         data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
@@ -211,8 +210,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         last = {labels[p]: p for p in order}
         if 2 * len(last) <= len(labels) or not all(re.fullmatch(r"[-+.\deE]*\d", label) for label in last):
             order = np.array([p for p in order if last[labels[p]] != p], dtype=int)
-    validation = np.sort(order[:count])
-    if not len(validation):
+    if not len(validation := np.sort(order[:count])):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"
         raise UserError(f"{name}: each label occurs in one record only, and training needs all of these. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")

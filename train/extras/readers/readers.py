@@ -121,8 +121,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         if column is not None and column not in record:
             names = ", ".join(f"{name!s:.40}" for name in record)
             raise RecordError(f"no column {column!r}; the columns are {names or 'none'}. {NAME_COLUMNS}")
-    text = record[text_column]
-    if not isinstance(text, str):
+    if not isinstance(text := record[text_column], str):
         raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")
     if found := _UNREADABLE.search(text):
         encoding = "If the files are not UTF-8, name the encoding of all of them, such as --encoding cp1252"

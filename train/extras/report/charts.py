@@ -86,8 +86,7 @@ def _chart(
     limit: tuple[float, str] | None = None,
 ) -> Chart | None:
     """A chart of ``curves`` with points; ``finish`` sets its y axis, ``limit`` is a dashed line's height and label."""
-    curves = [curve for curve in curves if curve[0]]
-    if not curves:
+    if not (curves := [curve for curve in curves if curve[0]]):
         return None
     steps = [step for found, _ in curves for step, _ in found]
     label = f"{title} from step {min(steps):,} to {max(steps):,}; {number(curves[0][0][-1][1])} at the end."

@@ -17,8 +17,7 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     if not (task.is_causal and isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
         return None
     max_length = run.config.data.max_length
-    ids = next(task.token_ids([text], tokenizer))[: min(64, max_length // 2)]
-    if not ids:
+    if not (ids := next(task.token_ids([text], tokenizer))[: min(64, max_length // 2)]):
         return None
     model.eval()
     prompt = torch.tensor([[*task.marks(tokenizer)[0], *ids]], device=model.device)
