@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -189,3 +190,15 @@ def test_the_planner_names_the_extra_that_it_needs(tmp_path: Path, name: str) ->
     asked = ask_the_planner([name], tmp_path)
     assert asked.returncode == EXIT_USAGE and f"train/extras/{name}/" in asked.stderr
     assert "Traceback" not in asked.stderr
+
+
+def test_imports_are_sorted_for_ruff_whatever_extra_a_fork_has_deleted(tmp_path: Path) -> None:
+    pytest.importorskip("ruff")
+    for part in ("train", "tests", "scripts"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("activations", "readers", "losses"):
+        shutil.rmtree(tmp_path / "train" / "extras" / name)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
