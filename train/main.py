@@ -159,8 +159,10 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
 
 
 if __name__ == "__main__":
-    for name in "stdout", "stderr":  # may be closed; a file on Windows may lack a character of a model's text
-        setattr(sys, name, getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    for number, name in (1, "stdout"), (2, "stderr"):  # on Windows a file may lack a character of a model's text
+        if getattr(sys, name) is None:  # it is closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w"))
         getattr(sys, name).reconfigure(errors="backslashreplace")
     status = main()
     for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now

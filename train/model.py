@@ -23,7 +23,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_sum, self.scores = task.loss_sum, task.scores
-        self.tie_weights = getattr(model, "tie_weights", lambda: None)  # after accelerate has put weights in one by one
+        self.tie_weights = getattr(model, "tie_weights", list)  # after accelerate has put weights in one by one
         # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
         self.loss_in_head: Callable[..., Any] | None = None
 

@@ -607,3 +607,33 @@ def test_a_functions_pretrained_model_is_planned_as_one_from_a_folder(tmp_path: 
         assert by_function.peak_bytes == by_folder.peak_bytes
         assert by_function.bytes_by_kind == by_folder.bytes_by_kind
         assert by_function.num_parameters == by_folder.num_parameters
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 16), nn.Linear(16, 300, bias=False)
+        self.register_buffer("factor", torch.tensor([0.5]))
+        self.register_buffer("asked", torch.tensor([4.0]))
+        self.register_buffer("positions", torch.arange(64), persistent=False)
+        self.shared = [self.embed.weight]
+
+    def forward(self, input_ids):
+        hidden = nn.functional.embedding(input_ids, self.shared[0]) * self.factor
+        places = self.positions[: input_ids.shape[1]] < self.asked.item()
+        return self.head(hidden * places[:, None])
+"""
+
+
+def test_buffers_and_second_references_of_a_functions_model_are_planned_for_a_card(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    values = {**to_values(Config()), "tokenizer": "bytes", "max_length": 64, "model": f"{tmp_path / 'own.py'}:Own"}
+    with Predictor() as predictor:
+        found = predictor.predict(Job(values, Target("cuda", (8, 9)), 300, 2, 64))
+    weights = 2 * 300 * 16 * 4
+    assert weights <= found.bytes_by_kind[PARAMETERS] <= weights + 3 * 512

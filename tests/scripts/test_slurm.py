@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,21 +182,20 @@ def test_job_is_stopped_requeued_goes_on_and_finishes(
     assert requeued(tmp_path) == 1
 
 
-@pytest.mark.parametrize(
-    ("restarts", "sign", "resumes"),
-    [("1", '{"step": 7}', True), ("0", '{"step": 7}', False), ("1", '{"step": 0}', False), ("1", None, False)],
-)
-def test_a_requeued_job_resumes_although_its_command_starts_from_scratch(
-    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, restarts: str, sign: str | None, resumes: bool
+def test_a_requeued_job_resumes_its_own_checkpoints_although_its_command_starts_from_scratch(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """Not one that was submitted again, nor one that made no step: there a person, or the first run, means it."""
-    (tmp_path / "run").mkdir()
-    if sign is not None:
-        (tmp_path / "run" / "stopped.json").write_text(sign)
-    job = slurm("--resume", "never", srun='echo "$*" >"$STAND_IN/words"', SLURM_RESTART_COUNT=restarts)
-    assert job.wait(20) == 0
-    words = (tmp_path / "stand-in" / "words").read_text().split()
-    assert words[words.index("never") :] == ["never", "--output_dir", str(tmp_path / "run")] + resumes * [
-        "--resume",
-        "auto",
-    ]
+    """However it was stopped; not those of an earlier run, nor in a job that is submitted anew."""
+    (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)  # of an earlier run
+    writes = 'echo "$*" >"$STAND_IN/words"; mkdir -p "$OUTPUT_DIR/checkpoints/step-$1"; exit 1'
+
+    def words(job: str, step: str) -> list[str]:
+        time.sleep(0.01)  # file systems do not count finer
+        submitted = slurm("--resume", "never", srun=writes.replace("$1", step), SLURM_JOB_ID=job)
+        assert submitted.wait(20) == 1
+        said = (tmp_path / "stand-in" / "words").read_text().split()
+        return said[said.index("--output_dir") + 2 :]
+
+    first, again = words("7", "00000007"), words("7", "00000009")
+    assert (first, again, words("7", "00000010")) == ([], [], ["--resume", "auto"])
+    assert words("8", "00000010") == []

@@ -78,8 +78,7 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
             logger.warning("waiting for another process that makes the same data: %s", cache)
             held = FileLock(lock).acquire()
         with held:
-            known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
-            if known != digests():
+            if (known := kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else "") != digests():
                 if known:
                     logger.warning("cached data was damaged and is made again: %s", cache)
                 for path in set(cache.parent.glob(f"{cache.name}*")) - {lock}:

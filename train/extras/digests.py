@@ -41,8 +41,7 @@ def code_digest(*names: str) -> str:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # Truncation and padding are those of its last call.
         text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
     else:

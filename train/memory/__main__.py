@@ -100,8 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_plan(arguments: list[str]) -> None:
     """``plan``: the configuration as it stands, and the fastest setting that fits."""
-    request = read_request("plan", arguments)
-    if request.grid:
+    if (request := read_request("plan", arguments)).grid:
         show_grid(request)
         return
     question, command = request.question, None

@@ -110,8 +110,7 @@ def post_mortem(message: str, situation: Situation) -> str:
     lines = [f"Out of memory{where}{batch}.", *_kinds(situation)]
     if oom is not None:
         held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-        weights_fill = held >= oom.available_bytes > 0
-        cause, account = _account(oom, weights_fill)
+        cause, account = _account(oom, weights_fill=held >= oom.available_bytes > 0)
         lines += account
         if cause == "weights":
             situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith("--optimizer")])

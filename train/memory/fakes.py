@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
+from transformers import PreTrainedModel
 
 from train.data import call_function
 from train.extras import host_memory
@@ -155,10 +156,14 @@ def fake_tensors() -> Iterator[None]:
 @contextmanager
 def fake_weights(device: torch.device) -> Iterator[None]:
     """Inside it, a function's network has fake weights only; from_pretrained reads real ones, in threads of its own."""
+    read = vars(PreTrainedModel)["from_pretrained"].__func__
+
+    def on_cpu(*args: Any, **options: Any) -> Any:
+        with torch.device("cpu"):  # these threads know of no stand-in for a card
+            return read(*args, **options)
 
     def faked(*args: Any) -> Any:
-        with torch.device("cpu"):  # these threads know of no stand-in for a card
-            network, made = call_function(*args), dict[int, Tensor]()
+        network, made = call_function(*args), dict[int, Tensor]()
         for module in network.modules() if isinstance(network, nn.Module) else ():
             for held in (cast("dict[str, Any]", module._parameters), module._buffers):
                 for name, tensor in held.items():
@@ -166,15 +171,18 @@ def fake_weights(device: torch.device) -> Iterator[None]:
                         held[name] = made[id(tensor)] = made.get(id(tensor), _as_fake(tensor, device))
         return network
 
-    with patch("train.model.call_function", faked):
+    reads = patch.object(PreTrainedModel, "from_pretrained", classmethod(on_cpu))
+    with patch("train.model.call_function", faked), reads:
         yield
 
 
-def _as_fake(tensor: Tensor, device: torch.device) -> Tensor:
-    if isinstance(tensor, FakeTensor) and tensor.device.type == device.type:
-        return tensor
-    fake = torch.empty_like(tensor, device=device) if tensor.is_floating_point() else tensor.to(device, copy=True)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+def _as_fake(t: Tensor, device: torch.device) -> Tensor:
+    if isinstance(t, FakeTensor) and t.device.type == device.type:
+        return t
+    fake = t.to(device)  # which may be asked for what it holds
+    if t.is_floating_point():
+        fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
+    return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
 @contextmanager
@@ -256,8 +264,7 @@ def _numbers_of(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, FakeTensor):
         return None if tensor.is_meta else tensor
     storage = storage_of(tensor)
-    kept = getattr(storage, "_numbers", None)
-    if kept is None or kept.nbytes() != storage.nbytes():
+    if (kept := getattr(storage, "_numbers", None)) is None or kept.nbytes() != storage.nbytes():
         return None
     with unset_fake_temporarily():
         numbers = torch.empty(0, dtype=tensor.dtype, device="cpu")

@@ -174,7 +174,8 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         shape, (dtype, *chosen) = (size, *(job.length if dim == -1 else dim for dim in of_each)), kind.split()
         numbers = torch.randint(low, high, shape)
         if chosen:
-            numbers = (torch.arange(shape[-1]) < int(chosen[0])).expand(shape).clone()
+            most = int(chosen[0]) % 2**62  # -1: all
+            numbers = (torch.arange(shape[-1]) < most).expand(shape).clone()
         return numbers.to(getattr(torch, dtype))  # which may be one of few numbers
 
     inputs: dict[str, Any] = {name: made(name, 3, job.vocab_size) for name in job.tensors if name != "labels"}

@@ -87,7 +87,8 @@ def tensors_of(batch: MicroBatch) -> dict[str, tuple[tuple[int, ...], str]]:
         if hasattr(tensor, "dtype") and name not in ("attention_mask", "position_ids"):
             kind = str(tensor.dtype).removeprefix("torch.")
             if name not in ("input_ids", "labels") and tensor.ndim == 2 and bool(((tensor == 0) | (tensor == 1)).all()):
-                kind += f" {int(tensor.sum(1).max())}"  # a mask: by how many a row chooses, memory may go
+                most = int(tensor.sum(1).max())  # a mask: by how many a row chooses, memory may go
+                kind += f" {-1 if most == batch.shape[1] else most}"
             found[name] = tuple(-1 if n == batch.shape[1] else n for n in tensor.shape[1:]), kind
     return found
 
@@ -265,9 +266,8 @@ class Question:
         from train.extras.losses.fused import Place, best_kernel
 
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
-        target = target_of(self.device)
-        place = Place(target.device_type, dtype, target.capability)
-        return best_kernel(place, objective=objective_of(self.config))
+        target, objective = target_of(self.device), objective_of(self.config)
+        return best_kernel(Place(target.device_type, dtype, target.capability), objective=objective)
 
     @property
     def shardings(self) -> tuple[str, ...]:

@@ -129,8 +129,7 @@ class MemorySession:
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
             longest = longest_of(parts.batches)
-            accumulation = parts.batches.arithmetic.accumulation_steps
-            several = self._asked[0].accumulates if self._asked else accumulation > 1
+            several = self._asked[0].accumulates if self._asked else parts.batches.arithmetic.accumulation_steps > 1
             rehearse(run, parts, longest * (2 if several and len(longest) == 1 else 1))
             shapes = " and ".join("{} × {:,}".format(*batch.shape) for batch in longest)
             meter: Any = run.extras.by_name["meter"]

@@ -110,8 +110,7 @@ def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
 def _known(job: Job) -> tuple[Config, list[str]]:
     """The configuration to predict, and where it is not quite the one that was asked for."""
     config, notes = from_values(job.values), list[str]()
-    attention = config.architecture.attn_implementation
-    if attention not in (None, "sdpa", "eager"):
+    if (attention := config.architecture.attn_implementation) not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
         notes.append(f"attention {attention} is predicted as sdpa, whose flash kernel keeps the same tensors")
     notes += [GUESS] * job.is_guess
@@ -172,8 +171,7 @@ def run_of(job: Job, config: Config) -> Run:
     ranks.leave()  # those of the prediction before
     device = torch.device(job.target.device_type)
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
-    shards = job.sharding in SHARDED_WEIGHTS
-    if shards:
+    if shards := job.sharding in SHARDED_WEIGHTS:
         ranks.join(job.world_size, device.type, precision, offloads=job.sharding == OFFLOAD)
     launch = Launch(job.world_size, engine="fsdp2", precision=precision) if shards else Launch(precision=precision)
     if device.type == "cpu":
@@ -219,8 +217,7 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
-    optim = run.config.optimization
-    if optim.optimizer == "adamw_8bit" and not initialised:
+    if (optim := run.config.optimization).optimizer == "adamw_8bit" and not initialised:
         optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
     else:
         optimizer = build_optimizer(run, with_loss.model)

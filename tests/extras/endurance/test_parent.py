@@ -75,10 +75,19 @@ def test_run_writes_a_checkpoint_and_ends_when_accelerate_launch_dies(
 def test_processes_that_a_run_forks_are_killed_with_it() -> None:
     """Such as those of 🤗 Datasets, which would wait for work for ever."""
     parent = python(
-        "import multiprocess, time\n"
+        "import multiprocess, threading, time\n"
         "from train.extras.endurance.lost_rank import take_forks_along\n"
         "take_forks_along()\n"
         "pool = multiprocess.get_context('fork').Pool(2)\n"
+        "def fork():\n"
+        "    global child\n"
+        "    child = multiprocess.get_context('fork').Process(target=time.sleep, args=(1,))\n"
+        "    child.start()\n"
+        "thread = threading.Thread(target=fork)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "child.join()\n"
+        "assert child.exitcode == 0  # it outlives the thread that forked it\n"
         "print('on', flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -25,10 +25,7 @@ class Options:
     """What layers keep for backward, and compilation."""
 
     gradient_checkpointing: Literal["none", "full", "selective", "auto"] | bool = option(
-        "none",
-        "Recompute activations in backward: every layer, or all but attention (selective); auto: the least that fits.",
-        everyday=True,
-        alone="full",
+        "none", "Recompute layers in backward; selective: not attention; auto: as fits.", everyday=True, alone="full"
     )
     gradient_checkpointing_every_n_layers: int = option(1, "Checkpoint only every n-th layer.", ge=1)
     gradient_checkpointing_offload: bool = option(False, "Keep inputs of checkpointed layers in pinned host memory.")

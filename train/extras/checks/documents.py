@@ -35,8 +35,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
         remedy = "Group them, or write a task of your own (docs/forking.md)"
         raise UserError(f"{corpus.name}: {most}: {task.name} needs classes. {remedy}.")
     for split, documents in corpus.splits.items():
-        is_known = [number is not None for number in task.classes_of(documents["label"], names)]
-        if not all(is_known):
+        if not all(is_known := [number is not None for number in task.classes_of(documents["label"], names)]):
             first = documents[number := is_known.index(False)]
             place = first.get("source", f"document {number}")
             where = f"{place}: label {first['label']!r} does not occur in the training split"

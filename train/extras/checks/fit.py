@@ -30,12 +30,10 @@ def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
 
 def check_sizes(config: PretrainedConfig, num_tokens: int, max_length: int, skipped: int = 0) -> None:
     """Raises UserError for a vocabulary or a table of positions that is too small; ``skipped`` are never used."""
-    vocab_size = getattr(config, "vocab_size", None)
-    if vocab_size is not None and vocab_size < num_tokens:
+    if (vocab_size := getattr(config, "vocab_size", None)) is not None and vocab_size < num_tokens:
         give = "give the tokenizer that belongs to it (leave --tokenizer out), or a larger vocab_size in model_config"
         raise UserError(f"the model has {vocab_size} embeddings, the tokenizer {num_tokens} tokens: {give}.")
-    limit = (getattr(config, LIMIT, None) or 0) - skipped
-    if max_length > limit > 0:
+    if max_length > (limit := (getattr(config, LIMIT, None) or 0) - skipped) > 0:
         give = f"give --max_length {limit} or less, --rope_scaling yarn where positions are rotary, or a model_config "
         give += "with more max_position_embeddings"
         raise UserError(f"max_length: {max_length} is more than the model's {limit} positions: {give}.")

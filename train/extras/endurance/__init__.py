@@ -66,13 +66,11 @@ class Extra(extras.Extra):
     _config: Config  # these three from open() on
     _signals: Signals
     _saving: Saving
-
-    def __init__(self) -> None:
-        self._watch: RankWatch | None = None
-        self._recovering: Recovering | None = None
-        self._lock: Any = None
-        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
-        self._has_begun = self._is_trained = False  # training; the last step is made, and its checkpoint written
+    _watch: RankWatch | None = None
+    _recovering: Recovering | None = None
+    _lock: Any = None
+    _compare_replicas: Callable[[int, bool], None] = staticmethod(lambda step, is_saved: None)
+    _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -217,7 +215,7 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        if progress.step == progress.nonfinite_steps:
+        if progress.step == progress.nonfinite_steps and run.accelerator.scaler is None:  # whose first scales overflow
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate"
             raise UserError(f"none of {progress.step} steps had a finite gradient: no weight has changed. {remedy}.")
         self._is_trained = True

@@ -209,8 +209,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
             outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
         return None
 
-    found = outputs.from_main(choose)
-    if found is None:
+    if (found := outputs.from_main(choose)) is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
     kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps", "rollbacks")}
     restored = run.extras.pipe("resumed", run, replace(checkpoint.restore(found[0], state), **kept))

@@ -6,7 +6,7 @@ import errno
 import os
 import platform
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
         else:
             file.close()
             time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
-            what = f"{folder} is in use by {(folder / NAME).read_text(encoding='utf-8') or 'another process'}"
+            what = f"{folder} is in use by {_named_in(folder) or 'another process'}"
             raise UserError(f"{what}. Wait for it, end it, or give another --output_dir.") from None
     with writable(folder / NAME):
         file.truncate(0)
@@ -61,9 +61,11 @@ def relock(file: Any, folder: Path) -> Any:
 
 def refuse_separate(folder: Path, is_first: bool) -> None:
     """Raises UserError on all ranks where some host does not see the first one's ``folder``, as checkpoints need."""
-    holder, path, tries = exchange(_holder())[0], folder / NAME, 0
-    while not (is_seen := is_first or (path.exists() and path.read_text(encoding="utf-8") == holder)) and tries < 20:
-        time.sleep(0.5)  # a network's file system may look again only after seconds
+    holder, tries = exchange(_holder())[0], 0
+    with suppress(OSError):  # or NFS would not look for a minute whether what was not there before is there now
+        folder.mkdir(parents=True, exist_ok=True)
+    while not (is_seen := is_first or _named_in(folder) == holder) and tries < 20:
+        time.sleep(0.5)
         tries += 1
     if blind := [host for seen, host in exchange((is_seen, platform.node())) if not seen]:
         what = f"output_dir: {folder} on {blind[0]} is not the folder of {holder}"
@@ -72,3 +74,9 @@ def refuse_separate(folder: Path, is_first: bool) -> None:
 
 def _holder() -> str:
     return f"process {os.getpid()} on {platform.node()}"
+
+
+def _named_in(folder: Path) -> str:
+    with suppress(OSError, ValueError):
+        return (folder / NAME).read_text(encoding="utf-8")
+    return ""

@@ -28,7 +28,7 @@ import torch
 from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore
 
 from train.launch import Launch
-from train.records import EXIT_ERROR
+from train.records import EXIT_ERROR, one_line
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 6.0  # how long a roll call waits: long enough for every living rank to look several times
@@ -136,7 +136,7 @@ class RankWatch:
         if self._is_local_first:
             what = "rank 0 did not come" if self._rank else "this process is rank 0, and is not to be found"
             where = f"nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT)"
-            self._tell(f"{what}: {where}. Start the launchers of all hosts, each with rank 0's address.")
+            self._tell(f"{what}: {where}. Start all launchers with rank 0's address. The error was: {one_line(error)}")
         return True
 
     def confirms_stop(self) -> bool:
@@ -226,8 +226,7 @@ class RankWatch:
             if self._closing.wait(POLL_SECONDS if count else 0):  # one that ends while it connects is not there
                 return
             store.set(f"beat/{self._rank}", str(count))
-            beat = store.value(neighbour)
-            if beat != last or beat == LEFT:
+            if (beat := store.value(neighbour)) != last or beat == LEFT:
                 last, since = beat, time.monotonic()
             have_met = have_met or torch.distributed.is_initialized()
             is_lost = time.monotonic() - since > self._timeout_seconds or (not have_met and store.check(LEFT))
@@ -281,8 +280,10 @@ class RankWatch:
 def take_forks_along() -> None:
     """Has the kernel kill processes that are forked from here on, such as those that tokenise, when this one dies."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        os.register_at_fork(after_in_child=lambda: libc.prctl(1, signal.SIGKILL))  # PR_SET_PDEATHSIG, see prctl(2)
+        prctl, threads = ctypes.CDLL(None).prctl, [0]  # the kernel goes by the end of the thread that forks
+        before = lambda: threads.append(threading.get_native_id())  # noqa: E731
+        within = lambda: threads.pop() == os.getppid() and prctl(1, signal.SIGKILL)  # noqa: E731 - PR_SET_PDEATHSIG
+        os.register_at_fork(before=before, after_in_parent=threads.clear, after_in_child=within)
 
 
 def follow_launcher() -> None:

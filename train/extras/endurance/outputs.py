@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -28,14 +29,16 @@ class DurableOutputs(Outputs):
     def say(self, line: str) -> None:
         try:
             super().say(line)
-        except BrokenPipeError:  # whoever read this has ended, the run has not
+        except OSError as error:  # whoever read this has ended, the run has not
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
         steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
-        is_lost = not progress.step and (self.earlier_summary or max(steps, default=0) >= 2 * (every or math.inf))
-        if is_lost:
+        is_lost = self.config.output.resume == "auto" and not progress.step and not self.steps()
+        if is_lost := is_lost and (self.earlier_summary or max(steps, default=0) >= 2 * (every or math.inf)):
             self.say(f"no checkpoint of the earlier run is left in {self.checkpoints}: it is trained from scratch")
         if is_lost or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")

@@ -26,8 +26,7 @@ class Replicas:
             return
         self._compared, digests = step, exchange(digest(self._model.parameters()))
         usual, count = Counter(digests).most_common(1)[0]
-        others = [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]
-        if others:
+        if others := [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]:
             than = "those of other ranks" if len(others) < len(digests) else "each other"
             raise UserError(
                 f"step {step}: the weights of rank {', '.join(map(str, others))} differ from {than}, and must not: a "

@@ -90,8 +90,7 @@ def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: 
     except Exception:
         processes = batches._workers  # also those that died before the last had started
         wait([process.sentinel for process in processes], 1.0)  # connections break a little before a process ends
-        ends = [process.exitcode for process in processes if process.exitcode is not None]
-        if not ends:
+        if not (ends := [process.exitcode for process in processes if process.exitcode is not None]):
             raise
     del batches  # ends the other processes
     how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)

@@ -22,8 +22,7 @@ class Options:
 
     loss: Literal["auto", "full", "chunked", "cce", "liger"] = option(
         "auto",
-        "full holds all logits; the others never do: chunked (runs everywhere), cce (Cut Cross-Entropy), liger. auto: "
-        "from 4,096 classes the best of these.",
+        "full holds all logits, the others never: chunked (anywhere), cce, liger; auto: the best from 4,096 classes.",
     )
     label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
     z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
