@@ -279,7 +279,7 @@ class RankWatch:
 @functools.cache  # what is registered stays
 def take_forks_along() -> None:
     """Has the kernel kill processes that are forked from here on, such as those that tokenise, when this one dies."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and hasattr(os, "register_at_fork"):
         prctl, threads = ctypes.CDLL(None).prctl, [0]  # the kernel goes by the end of the thread that forks
         before = lambda: threads.append(threading.get_native_id())  # noqa: E731
         within = lambda: threads.pop() == os.getppid() and prctl(1, signal.SIGKILL)  # noqa: E731 - PR_SET_PDEATHSIG
