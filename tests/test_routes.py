@@ -448,7 +448,7 @@ def test_padding_is_tried_with_the_token_that_pads_and_predictions_have_the_shap
     assert done.returncode == EXIT_USAGE and "padding changes its results" in done.stderr
     done = fork.run("--task", "padded.py:Task", *flags, "--check_model", False)
     assert done.returncode == EXIT_ERROR and "Traceback" not in done.stderr
-    assert "scores of the task: predictions (2, 1), labels (2,)." in done.stderr
+    assert "predictions (2, 1) need the labels' shape, (2,)." in done.stderr
 
 
 SERIES = """

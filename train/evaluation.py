@@ -47,7 +47,7 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
         part = part.to(run.accelerator.device)
         scores: Any = parts.model(part.inputs, part.labels, scored=True)
         if (found := scores.predictions).shape != part.labels.shape:
-            raise UserError(f"scores of the task: predictions {tuple(found.shape)}, labels {tuple(part.labels.shape)}.")
+            raise UserError(f"predictions {tuple(found.shape)} need the labels' shape, {tuple(part.labels.shape)}.")
         targets = part.labels != IGNORE
         correct = (found == part.labels) & targets
         sums = [t.reshape(len(targets), -1).sum(1) for t in (scores.loss_sums, targets, correct)]

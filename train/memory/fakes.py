@@ -179,7 +179,7 @@ def fake_weights(device: torch.device) -> Iterator[None]:
 def _as_fake(t: Tensor, device: torch.device) -> Tensor:
     if isinstance(t, FakeTensor) and t.device.type == device.type:
         return t
-    fake = t.to(device)  # which may be asked for what it holds
+    fake = t.to(device, copy=True)  # which may be asked for what it holds
     if t.is_floating_point():
         fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
