@@ -18,7 +18,9 @@ from train import extras
 from train.config import Config
 from train.figures import gib
 from train.launch import Launch
-from train.records import UsageError
+from train.main import main
+from train.memory import session
+from train.records import EXIT_DONE, EXIT_ERROR, UsageError
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
@@ -68,6 +70,30 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def losses_of(folder: Path) -> list[tuple[Any, ...]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["kind"], row["step"], row["loss"], row.get("grad_norm", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("free_kib", "expected"),
+    [
+        (20, r"error: the weights take 0\.0 MiB of main memory, in which 0\.0 MiB is free\. Give --dtype bfloat16 "),
+        (
+            300,
+            r"error: the longest step takes \S+ MiB of main memory by prediction, and 0\.3 MiB is there for it \(--rehea"
+            r"rse False tries it\)\.\nWhat fills it by prediction, .*\nWhat to change, .*−.*--micro_batch_size 1 ",
+        ),
+    ],
+)
+def test_a_step_beyond_main_memory_is_refused(
+    free_kib: int, expected: str, recipe: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The system would kill the process, which could not even say why."""
+    flags = ["--config", str(recipe), "--output_dir", str(tmp_path / "run"), "--predict_memory", "True"]
+    monkeypatch.setattr(session.psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    monkeypatch.setattr(session, "free_host_bytes", lambda: free_kib * 2**10)
+    assert main(flags) == EXIT_ERROR
+    assert re.search(expected, capsys.readouterr().err, re.DOTALL)
+    if free_kib > 20:
+        assert main([*flags, "--rehearse", "False"]) == EXIT_DONE
 
 
 def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) -> None:

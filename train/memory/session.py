@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil  # comes with accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -29,6 +32,7 @@ from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.plan import host_bytes
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
+from train.model import build_network
 from train.records import MicroBatch, Parts, Run, UserError, column
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
@@ -118,16 +122,51 @@ class MemorySession:
         return self._run.outputs.from_main(choose_here)
 
     def ask(self) -> None:
-        """Has the step with the longest micro-batch predicted while the model is built."""
+        """Has the step with the longest micro-batch predicted while the model is built, if there is room for that."""
         if self._is_predictable:
             self._asked = self._jobs(self._run.config)
             if self._predicts:
                 self._predictor.ask(self._asked[0])
+        self._run.outputs.from_main(self._refuse_weights)
+
+    def _refuse_weights(self) -> None:
+        """Raises UserError if main memory has no room for the weights: the system would kill the run, without a word.
+
+        They are loaded, or made, there before they go to a card; but in 4 bits onto it at once.
+        """
+        run, data, needed = self._run, self._data, 0
+        if not run.config.architecture.is_function and run.config.get("adapter") != "qlora":
+            with suppress(Exception), torch.device("meta"):  # what cannot be built so a run finds out by itself
+                network = build_network(run, type(data.task), data.tokenizer, data.label_names, has_weights=False)
+                needed = sum(parameter.nbytes for parameter in network.parameters())
+        if needed > (free := _room_bytes() * (run.launch.world_size if run.accelerator.is_fsdp2 else 1)):
+            remedy = "Give --dtype bfloat16 (half of it), --adapter qlora, or a smaller model"
+            raise UserError(f"the weights take {gib(needed)} of main memory, in which {gib(free)} is free. {remedy}.")
+
+    def _refuse_step(self, weights_bytes: int) -> None:
+        """Raises UserError if main memory has no room for a step on a CPU, next to the weights that are there."""
+        peak, room = self._predicted[0] if self._predicts else 0, _room_bytes() + weights_bytes
+        if peak > room:
+            told = f"the longest step takes {gib(peak)} of main memory by prediction, and {gib(room)} is there for it"
+            what_to_do = self.explain(MemoryError()).partition("\n")[2]  # after: Out of memory.
+            raise UserError(f"{told} (--rehearse False tries it).\n{what_to_do}")
+
+    @cached_property
+    def _predicted(self) -> tuple[int, int, str]:
+        """Peak and reserved bytes of the most expensive step; 0 and why where it is not predicted."""
+        try:
+            found = [self._predictor.answer(), *map(self._predictor.predict, self._asked[1:])]
+        except UserError as error:
+            return 0, 0, str(error)
+        return max(each.peak_bytes for each in found), max(each.reserved_bytes for each in found), ""
 
     def rehearse(self, parts: Parts) -> None:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
+            if self._is_predictable and self._device.type == "cpu":  # a card says itself when it is full
+                weights_bytes = sum(parameter.nbytes for parameter in parts.model.parameters())
+                run.outputs.from_main(lambda: self._refuse_step(weights_bytes))
             longest = longest_of(parts.batches)
             several = self._asked[0].accumulates if self._asked else parts.batches.arithmetic.accumulation_steps > 1
             rehearse(run, parts, longest * (2 if several and len(longest) == 1 else 1))
@@ -139,14 +178,11 @@ class MemorySession:
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
         if self._predicts:
-            try:
-                found = [self._predictor.answer(), *map(self._predictor.predict, self._asked[1:])]
-                peak, reserved = max(each.peak_bytes for each in found), max(each.reserved_bytes for each in found)
+            peak, reserved, problem = self._predicted
+            if not problem:
                 self.figures = {"predicted_peak_bytes": peak, "predicted_reserved_bytes": reserved}
-                on_card = f" allocated, {gib(reserved)} reserved" if self._device.type == "cuda" else ""
-                said += f", predicted {gib(peak)}{on_card}"
-            except UserError as error:
-                said += f", not predicted: {error}"
+            on_card = f" allocated, {gib(reserved)} reserved" if self._device.type == "cuda" else ""
+            said += f", not predicted: {problem}" if problem else f", predicted {gib(peak)}{on_card}"
         self._predictor.close()
         run.outputs.say(said)
 
@@ -183,6 +219,11 @@ class MemorySession:
                     if (saved := now.peak_bytes - predictor.predict(changed).peak_bytes) > 0:
                         changes.append((flags, saved, note))
         return now, changes
+
+
+def _room_bytes() -> int:
+    """Main memory that this process may fill before the system kills one."""
+    return free_host_bytes() + psutil.swap_memory().free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def sharding_of(run: Run) -> str:
