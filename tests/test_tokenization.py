@@ -28,7 +28,7 @@ from train.data import load_tokenizer
 from train.extras.digests import tokenizer_digest
 from train.extras.readers import own_tokenizers
 from train.records import Corpus, UserError
-from train.tasks import causal_lm, tokenize
+from train.tasks import causal_lm, load_task, tokenize
 
 CHECKED: Any = partial(extras.join().pipe, "change_caching", cast("Any", None))
 UNICODE = [
@@ -376,6 +376,29 @@ def test_a_function_next_to_a_task_is_part_of_it(tmp_path: Path, monkeypatch: py
         monkeypatch.delitem(sys.modules, "own_helped_task", raising=False)
         linecache.clearcache()
         encoded.append(tokenized(tmp_path, cls=importlib.import_module("own_helped_task").Task)[1])
+    assert encoded == [12, 0, 12]
+
+
+@pytest.mark.parametrize("where", ["own_helper.py", "parts/own_helper.py"])
+def test_what_a_task_imports_from_its_folder_is_part_of_it(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend((tmp_path / where).parent)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    (tmp_path / "parts").mkdir()
+    own = (
+        HELPED.replace("text[:{length}]", "text[:LENGTH]")
+        .format()
+        .replace("import Counting", "import Counting\nfrom own_helper import LENGTH")
+    )
+    (tmp_path / "own_task.py").write_text(own)
+    encoded = []
+    for length in (5, 5, 7):
+        (tmp_path / where).write_text(f"LENGTH = {length}")
+        for name in ("own_helper", "own_task"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        load_task.cache_clear()
+        encoded.append(tokenized(tmp_path, cls=cast("Any", load_task(f"{tmp_path}/own_task.py:Task")))[1])
     assert encoded == [12, 0, 12]
 
 

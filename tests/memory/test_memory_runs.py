@@ -78,8 +78,8 @@ def losses_of(folder: Path) -> list[tuple[Any, ...]]:
         (20, r"error: the weights take 0\.0 MiB of main memory, in which 0\.0 MiB is free\. Give --dtype bfloat16 "),
         (
             300,
-            r"error: the longest step takes \S+ MiB of main memory by prediction, and 0\.3 MiB is there for it \(--rehea"
-            r"rse False tries it\)\.\nWhat fills it by prediction, .*\nWhat to change, .*−.*--micro_batch_size 1 ",
+            r"error: the longest step takes \S+ MiB of main memory by prediction, and 0\.3 MiB is there for it \(--reh"
+            r"earse False tries it\)\.\nWhat fills it by prediction, .*\nWhat to change, .*−.*--micro_batch_size 1 ",
         ),
     ],
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from train.checkpoint import digest
-from train.extras.digests import tokenizer_digest
+from train.extras.digests import code_digest, tokenizer_digest
 from train.figures import write_whole
 from train.records import UserError
 from train.tasks import Task
@@ -52,8 +50,8 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, finge
 def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
     """A fingerprint of the examples that ``task`` makes of ``documents``, and the prefix of their cache files."""
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
-    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
+    source = code_digest(*(cls.__module__ for cls in type(task).__mro__ if issubclass(cls, Task)))  # a fork changes it
+    recipe = f"{source} {type(task).__name__} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
     known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
     return known, Path(config.HF_DATASETS_CACHE, f"examples-{known}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -33,9 +34,23 @@ def examples_digest(examples: datasets.Dataset) -> str:
 
 
 def code_digest(*names: str) -> str:
-    """Of the files of imported modules or, by path, of others; a name that stands for no file counts as it is."""
-    files = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
-    parts = [file.read_bytes() if file.is_file() else str(file).encode() for file in files]
+    """Of the files of imported modules or, by path, of others; a name that stands for no file counts as it is.
+
+    What else is loaded from their folders counts, too, as they may have imported it; Python and its packages do not.
+    """
+    own = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
+    folders = {file.resolve().parent for file in own if file.is_file()}
+    loaded = {
+        Path(file).resolve(): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", ""))
+    }
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    near = [
+        file
+        for file, name in loaded.items()
+        if not folders.isdisjoint(file.parents) and (not name.startswith("train.") or file.parent in folders)
+        if name != "__main__" and "-packages" not in str(file) and library not in file.parents
+    ]
+    parts = sorted({file.read_bytes() if file.is_file() else str(file).encode() for file in (*own, *near)})
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
