@@ -68,7 +68,8 @@ class StopAtOnce(BaseException):  # not an Exception: libraries that it passes t
 
 def one_line(error: object, limit: int = 500) -> str:
     """What ``error`` says, for the middle of a message."""
-    return " ".join(str(error).split())[:limit]
+    said = repr(error) if isinstance(error, LookupError) else str(error)  # of a KeyError only the key
+    return " ".join(said.split())[:limit]
 
 
 @dataclass

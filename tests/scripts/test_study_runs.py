@@ -205,6 +205,24 @@ def test_a_plan_names_runs_memory_and_flags_that_exclude_each_other(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("toggle", "output", "said"),
+    [
+        ("typo:lora_rnk=4", "made", "error: --toggle typo: unknown flag --lora_rnk. Did you mean --lora_rank?"),
+        ("value:loss=chunky", "made", "error: --toggle value: loss: 'chunky' is not valid: expected one of "),
+        ("ckpt:gradient_checkpointing=full", "recipe.yaml", "recipe.yaml: cannot be written: "),
+    ],
+)
+def test_what_cannot_run_at_all_is_said_before_anything_runs(
+    toggle: str, output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path)
+    words = ["ablation", "--config", str(recipe), "--toggle", toggle, "--output_dir", str(tmp_path / output)]
+    assert study.main(words) == (1 if output == "recipe.yaml" else 2)
+    shown = capsys.readouterr()
+    assert said in shown.err and not list(tmp_path.glob("*/baseline*"))
+
+
 def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
     toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
     words = command(tmp_path, "ablation", *toggles, "--seeds", 1, 2, "--target_loss", 0.001)

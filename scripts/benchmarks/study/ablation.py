@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import building
 from scripts.benchmarks.study.curves import variants_chart, write
 from scripts.benchmarks.study.trials import (
     DONE,
@@ -51,6 +53,13 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     toggles = dict(map(toggle_of, own.toggle))
     if len(toggles) < len(own.toggle):
         raise UsageError("--toggle: two toggles have the same name.")
+    building.parsed_config(words)
+    for name, flags_of_it in toggles.items():
+        try:
+            building.parsed_config([*words, *flags_of_it])
+        except UsageError as error:  # flags that do not go together are a result; a mistyped one is none
+            if re.match("unknown |.* is not valid: ", str(error)):
+                raise UsageError(f"--toggle {name}: {error}") from None
     variants = variants_of(list(toggles), own.design).items()
     flags = {name: tuple(flag for part in parts for flag in toggles[part]) for name, parts in variants}
     return [Trial(name, seed, flags[name]) for seed in own.seeds for name in flags]

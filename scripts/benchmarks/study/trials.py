@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from scripts.benchmarks import building, harness
 from train.config import argument
-from train.figures import duration, gib, read_metrics
+from train.figures import duration, gib, read_metrics, writable
 from train.memory.__main__ import Parser
 from train.memory.predict import Predictor, Target
 from train.records import EXIT_DONE, UserError
@@ -154,6 +154,8 @@ def conducted(
         print("\n".join(runs.plan(trials)), flush=True)
         if own.plan:
             return
+        with writable(own.output_dir / "runs"):  # a folder that cannot be made is noticed before the runs
+            pass
         outcomes = [asdict(outcome) for outcome in runs.run(trials)]
         flags = {k: v for k, v in vars(own).items() if k not in ("output_dir", "plan")}
         command = shlex.join([parser.prog.split()[-1], *arguments])
