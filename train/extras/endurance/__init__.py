@@ -21,6 +21,7 @@ from train import extras
 from train.config import Config, option
 from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver
+from train.extras.endurance.streams import outlive_readers
 from train.figures import show_error, write_whole
 from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
@@ -82,6 +83,7 @@ class Extra(extras.Extra):
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
         self._config = config
+        outlive_readers()
         refuse_strangers(os.environ, launch.world_size)
         with ExitStack() as stack:
             stack.callback(gc.unfreeze)

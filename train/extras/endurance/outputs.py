@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -25,14 +22,6 @@ class DurableOutputs(Outputs):
     """Moves aside what others would overwrite, keeps rows that the disk does not take, and digests ``final/``."""
 
     _unwritten: tuple[str, ...] = ()  # rows of metrics.jsonl that the disk did not take yet
-
-    def say(self, line: str) -> None:
-        try:
-            super().say(line)
-        except OSError as error:  # whoever read this has ended, the run has not
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from types import FrameType
@@ -38,7 +38,8 @@ class Signals:
                 line = f"\n{self._stop[0]}: the run stops at the next safe point, with a checkpoint"
                 if number == signal.SIGINT:  # accelerate launch ends at the first, and leaves the run behind
                     line += f"; to end it at once, interrupt again or kill -9 {os.getpid()}"
-                os.write(2, f"{line}\n".encode())
+                with suppress(OSError):  # a terminal that is closed sends SIGHUP, and takes no more lines
+                    os.write(2, f"{line}\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
         if self._is_at_once:

@@ -1,0 +1,45 @@
+"""A run outlives whoever reads its output."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from train import checkpoint
+from train.records import EXIT_STOPPED
+
+pty = pytest.importorskip("pty")  # which Windows lacks
+
+
+def test_a_reader_of_both_streams_that_ends_does_not_end_the_run(recipe: Path, tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        str(ROOT / "train/main.py"),
+        "--config",
+        str(recipe),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.stdout is not None and b"device: " in run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(timeout=120) == 0 and (tmp_path / "run/summary.json").exists()
+
+
+def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    words = ["--config", str(recipe), "--output_dir", str(tmp_path / "run"), "--num_epochs", "9999"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train/main.py"), *words])
+    shown = b""
+    while not re.search(rb" [1-9]\d*/\d+ \[", shown):  # the bar, after a step or more
+        shown += os.read(terminal, 65536)
+    os.close(terminal)  # and so the system sends SIGHUP, and refuses further lines
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == EXIT_STOPPED
+    assert checkpoint.newest_good(tmp_path / "run/checkpoints")[0] is not None
