@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import evaluation_batches
 
-from train import batching
 from train.batching import (
     Batches,
     Loading,
@@ -200,8 +199,7 @@ def test_workers_do_not_change_a_batch(rank: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_step_is_planned_when_it_is_needed_or_fetched_ahead(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "POSITIONS_AT_ONCE", 1)
+def test_a_step_is_planned_when_it_is_needed_or_fetched_ahead(workers: int) -> None:
     planned = []
 
     class Counted(Rounds):
@@ -215,30 +213,6 @@ def test_a_step_is_planned_when_it_is_needed_or_fetched_ahead(workers: int, monk
     # two micro-batches for each worker are fetched ahead, and the step after those may have been begun
     assert len(planned) <= 2 + 2 * workers and sorted(ids(first)) == sorted(planned[0])
     assert len([first, *steps]) == len(planned) == 40
-
-
-def test_short_steps_are_fetched_together_and_long_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = list[int]()
-    by_formatting = datasets.Dataset.__getitem__
-
-    def counted(self: datasets.Dataset, key: Any) -> Any:
-        if isinstance(key, list):
-            fetched.append(len(key))
-        return by_formatting(self, key)
-
-    monkeypatch.setattr(datasets.Dataset, "__getitem__", counted)
-
-    def windows(positions: int) -> list[list[MicroBatch]]:
-        fetched.clear()
-        monkeypatch.setattr(batching, "POSITIONS_AT_ONCE", positions)
-        rows = datasets.Dataset.from_dict({"tokens": [[i, i, i] for i in range(11)], "length": [3] * 11})
-        return list(Batches(rows, LOADING, BatchArithmetic(2, 2, 1), 0, 5).steps(0, 0))
-
-    alone = windows(1)
-    assert fetched == [2, 2, 2, 2, 2, 1]
-    together = windows(18)  # three micro-batches of two examples of three tokens
-    assert fetched == [6, 5]
-    assert same(alone, together) and [len(window) for window in together] == [2, 2, 2]
 
 
 def test_a_step_groups_examples_by_length_the_longest_first() -> None:

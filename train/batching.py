@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from train.config import Config
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, column
 
-POSITIONS_AT_ONCE = 4096  # of steps that are fetched together: asking the Arrow table takes longer than short rows do
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]  # examples and a seed to a batch
 
 
@@ -74,7 +73,7 @@ class Loading:
     num_workers: int = 0
     pin_memory: bool = False
     rounds: Rounds = field(default_factory=Rounds)
-    deliver: Callable[..., Iterator[list[MicroBatch]]] | None = None  # of an extra that looks after the processes
+    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
 
 
 @dataclass
@@ -87,11 +86,6 @@ class Batches:
     rank: int
     seed: int
 
-    @functools.cached_property
-    def lengths(self) -> np.ndarray:
-        """(examples,) the length of each."""
-        return column(self.examples, "length")
-
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a pass over the examples."""
@@ -99,12 +93,13 @@ class Batches:
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step on this rank, from ``first_step`` of ``epoch``."""
-        size, order = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch)
+        size, lengths = self.arithmetic.global_batch_size, column(self.examples, "length")
+        order = epoch_order(len(lengths), self.seed, epoch)
 
         def planned() -> Iterator[list[list[int]]]:
             for first in range(first_step * size, len(order), size):
                 ids = order[first : first + size]
-                rounds = self.loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
+                rounds = self.loading.rounds.form(ids.tolist(), lengths[ids].tolist(), self.arithmetic)
                 yield [parts[self.rank] for parts in rounds]
 
         steps, to_load = itertools.tee(planned())  # workers load ahead of the steps
@@ -120,42 +115,27 @@ def load(
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
     loader: Any = functools.partial(DataLoader, fetch, batch_size=None, **options)
-    groups = grouped(id_lists, column(examples, "length"), 0 if loading.num_workers else POSITIONS_AT_ONCE)
-    return itertools.chain.from_iterable(loading.deliver(loader, groups) if loading.deliver else loader(sampler=groups))
-
-
-def grouped(id_lists: Iterable[list[int]], lengths: np.ndarray, positions: int) -> Iterator[list[list[int]]]:
-    """Groups of consecutive lists of ids; each group but the last has at least ``positions`` tokens."""
-    group, size = list[list[int]](), 0
-    for ids in id_lists:
-        group, size = [*group, ids], size + lengths[ids].sum()
-        if size >= positions:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
 
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A dataset whose indices are groups of lists of ids, and whose items are a micro-batch for each list."""
+    """A dataset whose indices are lists of ids, and whose items are micro-batches."""
 
     table: datasets.Dataset
     collate: Collate
     seed: Sequence[int]
 
-    def __getitem__(self, group: list[list[int]]) -> list[MicroBatch]:
+    def __getitem__(self, ids: list[int]) -> MicroBatch:
         """The examples of the Arrow-formatted table, lists as numpy arrays, collated."""
-        ids = [i for ids in group for i in ids or [0]]
-        found: Any = self.table[ids]
-        rows: list[dict[str, Any]] = [{"id": i} for i in ids]
+        found: Any = self.table[ids or [0]]
+        rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
         for name in found.column_names:
             for row, value in zip(rows, found.column(name), strict=True):
                 is_list = pa.types.is_list(value.type) and not pa.types.is_nested(value.type.value_type)
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
-        of_lists = iter(rows)
-        batches = [self.collate(list(itertools.islice(of_lists, len(ids) or 1)), self.seed) for ids in group]
-        return [batch if ids else without_targets(batch) for ids, batch in zip(group, batches, strict=True)]
+        batch = self.collate(rows, self.seed)
+        return batch if ids else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

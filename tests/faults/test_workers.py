@@ -134,17 +134,18 @@ def _workers_die(rank: int) -> None:
 
     plain, run_itself = _Fetch.__getitem__, os.getpid()
 
-    def fetch(self: Any, group: Any) -> Any:
+    def fetch(self: Any, ids: Any) -> Any:
         if os.getpid() != run_itself:
             die()
-        return plain(self, group)
+        return plain(self, ids)
 
     _Fetch.__getitem__ = fetch
 
 
 def test_error_of_an_example_is_not_taken_for_a_dead_worker(tmp_path: Path) -> None:
-    [end] = run(arguments(tmp_path, tmp_path / "run", 2), tmp_path / "logs", fault=at_call(COLLATE, fail, 3))
+    [end] = run(arguments(tmp_path, tmp_path / "run", 2), tmp_path / "logs", fault=at_call(COLLATE, fail, 9))
     assert end.status not in (EXIT_DONE, EXIT_STOPPED)
+    assert "DataLoader worker" in end.said  # the calls before were made by the run itself: for its rehearsal
     assert "this example is broken" in end.said
     assert "a process that loads batches" not in end.said
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from train.batching import Batches, load
-from train.records import BatchArithmetic, MicroBatch
+from train.records import BatchArithmetic, MicroBatch, column
 
 
 def longest_of(batches: Batches) -> list[MicroBatch]:
     """The longest examples of all; two micro-batches where a model decides which takes more. Loaded by this process."""
     of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # an extra's rounds may have their own
     loading = replace(batches.loading, num_workers=0, deliver=None)
-    return list(load(batches.examples, loading, of_rounds(batches.lengths, batches.arithmetic), (batches.seed, 0)))
+    ids = of_rounds(column(batches.examples, "length"), batches.arithmetic)
+    return list(load(batches.examples, loading, ids, (batches.seed, 0)))
 
 
 def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[list[int]]:
