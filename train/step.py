@@ -29,7 +29,6 @@ class Engine:
 
     def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = lambda phase: None) -> None:
         self.accelerator, self.config, self.mark = accelerator, config, mark
-        self._clipped: tuple[nn.Module | None, list[nn.Parameter]] = None, []
 
     @property
     def loss_factor(self) -> float:
@@ -56,9 +55,7 @@ class Engine:
         """Clips the gradient and returns its whole norm before that; here a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
         bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would make NaN of a norm of inf
-        if self._clipped[0] is not model:  # looked up once: in a short step that shows
-            self._clipped = model, list(model.parameters())
-        parameters = self._clipped[1]
+        parameters = list(model.parameters())
         norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=float(optim.grad_norm_type))  # pyright: ignore
         if optim.max_grad_value is not None:
             # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
