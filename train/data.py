@@ -43,10 +43,9 @@ class PreparedData:
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // sharing)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
-        mine, bar = [parts[run.launch.rank // sharing] for parts in rounds], run.outputs.bar
-        shape: Any = {name: getattr(bar, name, None) for name in ("ncols", "nrows", "dynamic_ncols")}
-        shown = tqdm(mine, "evaluating", delay=5, position=0, leave=False, disable=not run.outputs.is_main, **shape)
-        return load(examples, loading, shown, (0, 0))
+        mine = [parts[run.launch.rank // sharing] for parts in rounds]
+        bar: Any = {"delay": 5, "position": 0, "leave": False, "dynamic_ncols": True}
+        return load(examples, loading, tqdm(mine, "evaluating", disable=not run.outputs.is_main, **bar), (0, 0))
 
 
 def prepare_data(run: Run) -> PreparedData:
