@@ -20,12 +20,11 @@ def longest_of(batches: Batches) -> list[MicroBatch]:
 
 def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[list[int]]:
     """The longest examples, padded if lengths differ at all."""
-    order = np.argsort(-lengths, kind="stable")
-    return [with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)]
+    return [with_padding(np.argsort(-lengths, kind="stable")[: arithmetic.micro_batch_size].tolist(), lengths)]
 
 
-def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding may bring a mask."""
-    if len(ids) > 1 and lengths[ids[-1]] == lengths[ids[0]]:
-        ids[-1] = int(next(iter(order[lengths[order] < lengths[ids[0]]]), ids[-1]))
+def with_padding(ids: list[int], lengths: np.ndarray) -> list[int]:
+    """``ids``; if all are of one length, the next shorter example comes last: padding may bring a mask."""
+    if len(ids) > 1 and lengths[ids[-1]] == lengths[ids[0]] > lengths.min():
+        ids[-1] = int(np.where(lengths < lengths[ids[0]], lengths, -1).argmax())
     return ids

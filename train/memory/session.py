@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import psutil  # comes with accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -239,7 +238,7 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     splits = [examples for split, examples in data.examples.items() if split != "train"]
     longest = max(splits, key=lambda split: column(split, "length").max())
     found, lengths = next(data.evaluation_batches(run, longest)), column(longest, "length")
-    ids = with_padding(list(found.example_ids), np.argsort(-lengths, kind="stable"), lengths)
+    ids = with_padding(list(found.example_ids), lengths)
     return next(load(longest, data.loading, [ids], (0, 0)))
 
 
