@@ -110,14 +110,12 @@ def build_network(
     options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
     try:
-        if own.model is not None and has_weights:
-            options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
-            network = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
-        else:
-            network = factory.from_config(model_config, **options)
+        if own.model is None or not has_weights:
+            return factory.from_config(model_config, **options)
+        options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
+        return factory.from_pretrained(own.model, config=model_config, **options, **arguments)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
-    return network
 
 
 def keep_cache(network: nn.Module, is_kept: bool) -> None:
