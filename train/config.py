@@ -225,7 +225,9 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
 
 def alone_value(name: str) -> str | None:
     """What the bare flag --name stands for; None where a value has to follow, or there is no such flag."""
-    hint, entry = fields().get(name, (None, dataclasses.field()))
+    if name not in fields():
+        return None
+    hint, entry = fields()[name]
     return entry.metadata.get("alone", "True" if hint is bool else None)
 
 

@@ -80,9 +80,12 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
     """Calls the function that ``spec`` names, with the configuration if it needs an argument; returns its result."""
     function = load_function(spec, flag)
     first = next(iter(inspect.signature(function).parameters.values()), None)
-    if first is not None and first.name == "config" and first.kind in (1, 3, 4):  # not config/, nor *config
+    if first is None or first.kind is first.VAR_POSITIONAL:
+        return function()
+    if first.name == "config" and first.kind is not first.POSITIONAL_ONLY:
         return function(config=config)
-    return function(config) if first is not None and first.default is first.empty and first.kind < 2 else function()
+    is_needed = first.default is first.empty and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return function(config) if is_needed else function()
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:
