@@ -4,8 +4,6 @@ The world size, the number of workers and earlier stops change only where an exa
 Within one step examples are grouped by length: the gradient of a step is a sum, so that only saves padding.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ it needs no generator's state. Every rank writes the blocks of tensors that it a
 block is where, and a run that resumes reads the blocks that it needs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

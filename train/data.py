@@ -1,7 +1,5 @@
 """From the configuration to batches: documents, tokenizer, examples, and their order."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Evaluation: every example once over all ranks; the task defines the metrics."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

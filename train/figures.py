@@ -1,7 +1,5 @@
 """The files of figures that a run writes, and how figures read: bytes and seconds inside, GiB and minutes shown."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

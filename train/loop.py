@@ -1,7 +1,5 @@
 """When to step, evaluate, save and report."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A whole run, top to bottom: parse, accelerator, data, model, optimizer, fit, finish; --help lists the flags."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """From the configuration to a model with its loss: from a folder, the Hub, an architecture, or a function of yours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

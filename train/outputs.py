@@ -1,7 +1,5 @@
 """What a run leaves in its folder and shows on the way."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

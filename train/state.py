@@ -3,8 +3,6 @@
 Ranks hand out blocks of tensors and take them back; a run may resume with another number of ranks, sharded or not.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

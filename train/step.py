@@ -1,7 +1,5 @@
 """The optimizer step, the only one there is; every mode calls it, some with an :class:`Engine` of their own."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

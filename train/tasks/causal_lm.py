@@ -1,7 +1,5 @@
 """Next-token prediction over long documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

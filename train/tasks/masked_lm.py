@@ -1,7 +1,5 @@
 """Predicting hidden tokens from both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

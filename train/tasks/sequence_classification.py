@@ -1,7 +1,5 @@
 """One label for a whole document."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
