@@ -4,10 +4,10 @@ The world size, the number of workers and earlier stops change only where an exa
 Within one step examples are grouped by length: the gradient of a step is a sum, so that only saves padding.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -112,7 +112,7 @@ def load(
     """A batch for each list, by torch's DataLoader; an empty list gives one without targets: ranks stay in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
-    loader: Any = functools.partial(DataLoader, fetch, batch_size=None, **options)
+    loader: Any = partial(DataLoader, fetch, batch_size=None, **options)
     return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
 
 

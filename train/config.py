@@ -18,12 +18,11 @@ import os
 import re
 import sys
 import types
-import typing
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -169,7 +168,7 @@ def sections() -> dict[str, type]:
 @functools.cache
 def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
     """Of all fields by name, the type and the field."""
-    hints = {cls: typing.get_type_hints(cls) for cls in sections().values()}
+    hints = {cls: get_type_hints(cls) for cls in sections().values()}
     return {f.name: (hints[cls][f.name], f) for cls in hints for f in dataclasses.fields(cls)}
 
 
@@ -209,7 +208,7 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
         for entry in dataclasses.fields(cls):
             hint, name, alone = known[entry.name][0], entry.name, alone_value(entry.name)
             place = first if entry.metadata.get("everyday") else group
-            nargs = "?" if alone else "*" if typing.get_origin(hint) is tuple else None
+            nargs = "?" if alone else "*" if get_origin(hint) is tuple else None
             text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
             place.add_argument(f"--{name}", metavar="…", nargs=nargs, const=alone, help=text)
     try:
@@ -303,8 +302,8 @@ WORDS = {type(None): "null", float: "a number", int: "a whole number", bool: "tr
 
 def _type_problem(value: Any, hint: Any) -> str | None:
     """What ``hint`` would have accepted, or None when ``value`` fits it."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
         problems = [_type_problem(value, option) for option in options]
         return None if None in problems else " or ".join(map(str, problems))
     if origin is Literal:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import math
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -59,7 +58,7 @@ def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
     return Scores(losses.reshape(len(labels), -1).sum(1), logits.argmax(-1))
 
 
-@functools.cache
+@cache
 def load_task(name: str) -> type[Task]:
     """The class of a task, by the name of its file here or as module:class; raises UsageError where there is none."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
