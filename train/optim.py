@@ -56,7 +56,9 @@ def learning_rate_at(step: int, total_steps: int, config: Optimization) -> float
     after_warmup, left = max(1, total_steps - warmup), max(0, total_steps - step)
     if config.lr_scheduler == "cosine":
         share = 0.5 * (1.0 - math.cos(math.pi * left / after_warmup))
-    else:  # linear decays all the way after warm-up, warmup_stable_decay only at the end
-        last = round(config.decay_ratio * total_steps) if config.lr_scheduler == "warmup_stable_decay" else total_steps
-        share = min(1.0, left / max(1, min(last, after_warmup)))
+    elif config.lr_scheduler == "linear":
+        share = left / after_warmup
+    else:  # warmup_stable_decay
+        decay_steps = min(round(config.decay_ratio * total_steps), after_warmup)
+        share = min(1.0, left / max(1, decay_steps))
     return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)
