@@ -56,10 +56,9 @@ class Rounds:
         Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
         """
         size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
-        by_length = iter([ids[i] for i in sorted(range(len(ids)), key=lambda i: -lengths[i])])
+        longest_first = np.array(ids)[np.argsort(-np.array(lengths), kind="stable")]
         rounds = -(-len(ids) // (size * ranks))
-        each, larger = divmod(len(ids), max(1, rounds * ranks))
-        parts = [list(itertools.islice(by_length, each + (i < larger))) for i in range(rounds * ranks)]
+        parts = [part.tolist() for part in np.array_split(longest_first, rounds * ranks)]
         return [parts[r * ranks : (r + 1) * ranks] for r in range(rounds)]
 
 
