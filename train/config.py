@@ -325,7 +325,8 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
     source, _, name = spec.rpartition(":")
     is_file, module_name = source.endswith(".py") and Path(source).exists(), source.lstrip(".") or spec
     folder = str(Path(source).resolve().parent if is_file else Path.cwd())
-    sys.path += [folder] * (folder not in sys.path)  # for what is imported only when the function runs
+    if folder not in sys.path:
+        sys.path.append(folder)  # for what is imported only when the function runs
     sys.path.insert(0, folder)
     try:
         if is_file:

@@ -157,8 +157,9 @@ class Task:
             yield from map(ids_of, texts)
             return
         is_much = sum(len(text.encode()) for text in texts) > BYTES_AT_ONCE
-        for piece in ([text] for text in texts) if is_much else (list(texts),):
-            found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        calls = [[text] for text in texts] if is_much else [list(texts)]
+        for some in calls:
+            found = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
             yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
     def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
