@@ -64,7 +64,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number above zero."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
@@ -99,7 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_plan(arguments: list[str]) -> None:
-    """``plan``: the configuration as it stands, and the fastest setting that fits."""
     if (request := read_request("plan", arguments)).grid:
         show_grid(request)
         return
@@ -125,7 +123,6 @@ def run_plan(arguments: list[str]) -> None:
 
 
 def show_grid(request: Namespace) -> None:
-    """``plan --grid``: memory over sequence length and micro-batch size."""
     from train.memory.grid import draw, grid_text, make_grid
 
     question = request.question
@@ -138,7 +135,6 @@ def show_grid(request: Namespace) -> None:
 
 
 def run_predict(arguments: list[str]) -> None:
-    """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
     with Predictor() as predictor:
         outcome = predicted(request.question, Predictions(predictor, announce))
@@ -146,7 +142,6 @@ def run_predict(arguments: list[str]) -> None:
 
 
 def run_explain(arguments: list[str]) -> None:
-    """``explain``: a message, from the command line or from standard input."""
     if not arguments and sys.stdin.isatty():
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
@@ -214,12 +209,10 @@ def _own_flags(command: str) -> Parser:
 
 
 def announce(number: int, step: str) -> None:
-    """A line of progress: a prediction takes seconds."""
     print(f"predicting ({number}): {step}", file=sys.stderr)
 
 
 def show(request: Namespace, text: str, values: dict[str, Any]) -> None:
-    """Prints the answer."""
     print(json.dumps(values, indent=2) if request.json else text)
 
 

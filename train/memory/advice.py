@@ -107,7 +107,6 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
 
 
 def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str, Any]:
-    """A plan as plain values for JSON."""
     outcomes = {"asked": plan.asked, "best": plan.best, "smallest": plan.smallest}
     return {
         "device": asdict(question.device),
@@ -121,7 +120,6 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
 
 
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
-    """An outcome as plain values for JSON."""
     values = asdict(outcome)
     if not question.device.has_known_speed:
         values["prediction"]["seconds"] = None

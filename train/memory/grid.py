@@ -58,7 +58,6 @@ def _titles(question: Question, grid: Grid) -> tuple[str, str]:
 
 
 def grid_text(question: Question, grid: Grid) -> str:
-    """The grid as a table."""
     sizes = "".join(f"{cell.job.micro_batch_size:>9}   " for cell in grid[0])
     lines = [*_titles(question, grid), "", "GiB needed   micro-batch size", f"    tokens  {sizes}".rstrip()]
     for row in grid:

@@ -71,7 +71,6 @@ class Costs:
     seconds: float = 0.0
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, repeats: int = 1) -> None:
-        """Adds one operator, ``repeats`` times."""
         if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
         inputs, outputs = tensors_in(args), tensors_in(result)

@@ -120,7 +120,6 @@ class Search:
         return None
 
     def _base(self, sharding: str) -> Setting:
-        """What all settings have in common."""
         precision, config = self.question.precision(sharding), self.question.config
         base = Setting(micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
         return replace(base, tiled_mlp=config.get("tiled_mlp", False), dtype=config.architecture.dtype)

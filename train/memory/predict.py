@@ -109,7 +109,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         self._asked: Any = None
 
     def close(self, *exception: Any) -> None:
-        """Ends the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -160,7 +159,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         return answer
 
     def predict(self, job: Job) -> Prediction:
-        """:meth:`ask` and :meth:`answer`."""
         self.ask(job)
         return self.answer()
 

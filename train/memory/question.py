@@ -322,7 +322,6 @@ class Question:
 
 
 def replace_length(question: Question, length: int) -> Question:
-    """``question`` with another ``max_length``."""
     config = question.config.changed(max_length=length)
     # The factor follows the length, if none is given; a run refuses one where the model has positions enough.
     follows = config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None

@@ -152,7 +152,6 @@ class EightBitState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Makes the state of parameters that have a gradient and no state."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is None or self.state[parameter]:
                 continue

@@ -191,7 +191,6 @@ class AdapterState(TrainingState):
         return {name: tensor for name, tensor in self.model_tensors().items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
-        """Everything except tensors, and the digest of the frozen weights."""
         return {**super().values(), "frozen": self.frozen_digest}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:

@@ -75,7 +75,6 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where there would be nothing to go back to."""
         if (most := config.of(Options).max_rollbacks) and config.output.save_every_steps is None:
             raise UsageError(f"max_rollbacks: {most} needs save_every_steps: nothing to go back to.")
 
@@ -206,7 +205,6 @@ class Extra(extras.Extra):
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
-        """Goes back, unless that was done as often as allowed."""
         from train.extras.endurance.checkpoints import go_back
 
         if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:

@@ -51,7 +51,6 @@ class Health:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Surrounds a step that is due."""
         self._gradients, self._activations = [], {}
         # A compiled layer would keep the hooks for ever.
         modules = () if self._run.config.get("compile") else self._network.named_modules()

@@ -37,14 +37,12 @@ class NoiseScale:
         self._means = [0.0] * 4  # moving: |G|², tr(Σ), targets and examples of a step
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step of these micro-batches comes next."""
         targets = [batch.num_targets for batch in micro_batches]
         self._counts.append((targets[0], sum(targets), sum(len(batch.example_ids) for batch in micro_batches)))
         self._ratios.append(self._unknown)
         self._first, self._left = None, len(micro_batches)
 
     def mark(self, phase: str) -> None:
-        """A phase of the step begins."""
         if phase == "forward":
             self._left -= 1
             if self._first is None and any(p.grad is not None for p in self._parameters):

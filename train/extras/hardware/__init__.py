@@ -43,7 +43,6 @@ class Extra(extras.Extra):
         return launch
 
     def started(self, run: Run) -> None:
-        """Describes the device, in the first line of a run."""
         import torch
 
         accelerator, dtype = run.accelerator, run.config.architecture.dtype

@@ -21,7 +21,6 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]]) -> Documents:
-        """Documents of these lengths, row by row."""
         flat = [0, *(length for row in lengths for length in row)]
         return cls(tuple(map(tuple, lengths)), torch.tensor(flat).cumsum(0).to(torch.int32))
 
@@ -33,7 +32,6 @@ class Documents:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
         return max(max(row) for row in self.lengths)
 
     def position_ids(self) -> Tensor:
@@ -41,9 +39,7 @@ class Documents:
         return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
 
     def to(self, device: torch.device, non_blocking: bool = True) -> Documents:
-        """These documents with the boundaries on ``device``."""
         return replace(self, boundaries=self.boundaries.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Documents:
-        """These documents with the boundaries in page-locked memory."""
         return replace(self, boundaries=self.boundaries.pin_memory())

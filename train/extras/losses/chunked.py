@@ -56,7 +56,6 @@ How: TypeAlias = tuple[torch.dtype, Objective]  # the type of the matrix product
 
 
 def objective_of(config: Config) -> Objective:
-    """That of a run."""
     own = config.of(Options)
     return Objective(own.label_smoothing, own.z_loss)
 
@@ -204,7 +203,6 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
 
 
 def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
-    """The chunks that ``num_rows`` positions are cut into."""
     tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
     return (slice(start, start + tokens) for start in range(0, num_rows, tokens))
 

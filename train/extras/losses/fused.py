@@ -82,7 +82,6 @@ def _sum(
 
 
 def cce_sum(*tensors: Any, **options: Any) -> Tensor:
-    """() the summed loss by Cut Cross-Entropy."""
     return _sum(cut_cross_entropy, *tensors, **options)
 
 

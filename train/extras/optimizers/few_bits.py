@@ -32,7 +32,6 @@ class Bf16AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates every parameter that has a gradient."""
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, group in work:
             self._step_of(parameter, group)

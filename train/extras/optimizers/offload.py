@@ -78,7 +78,6 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates every parameter that has a gradient."""
         if not (work := [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]):
             return
         self._link = self._link or Link(work[0][1].device, self._largest_bytes)

@@ -35,8 +35,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    """Divides the work of a step among ranks."""
-
     Options = Options
     _batches: Batches | None = None
 
@@ -129,7 +127,6 @@ class Extra(extras.Extra):
         return progress
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Explains what DDP waits for."""
         if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
             why = "a step left parameters without a gradient, which DDP waits for: other steps use them"
             return f"{why}. --find_unused_parameters has it look for them in each step."

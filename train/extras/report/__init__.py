@@ -106,7 +106,6 @@ class Extra(extras.Extra):
 
 
 def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
-    """Data, model, batch and launch of a run."""
     config, arithmetic, precision = run.config, parts.batches.arithmetic, run.accelerator.mixed_precision
     dtype = config.architecture.dtype  # of weights, and without autocast of all that is computed
     return {

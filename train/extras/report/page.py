@@ -114,7 +114,6 @@ def section_html(heading: str, body: str | None) -> str:
 
 
 def figures_html(drawn: Sequence[Chart]) -> str:
-    """Charts in a grid, each with its caption."""
     figures = ""
     for chart in drawn:
         caption = f"<strong>{escape(chart.title)}</strong>{escape(chart.caption)}"
@@ -123,13 +122,11 @@ def figures_html(drawn: Sequence[Chart]) -> str:
 
 
 def facts_html(values: Mapping[str, Any]) -> str:
-    """A table of names and values."""
     rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(str(v))}</td></tr>' for k, v in values.items())
     return f'<div class="box"><table class="facts"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows of values under the names of their columns."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     lines = ("".join(f"<td>{escape(number(value))}</td>" for value in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>\n" for line in lines)

@@ -142,7 +142,6 @@ class Extra(extras.Extra):
         return sorted((step for step in known if step in there), key=lambda step: known[step], reverse=self._grows)
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
-        """Tells why a run ends before its last step, and which weights ``final/`` gets."""
         if self.ends_early(run, progress):
             number = progress.evaluations_without_improvement
             run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
