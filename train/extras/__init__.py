@@ -46,7 +46,10 @@ ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" fo
 
 
 class Extra:
-    """What an extra may do. Only methods that a subclass overrides are called, so those here are empty."""
+    """What an extra may do. Only methods that a subclass overrides are called, so those here are empty.
+
+    An override takes its types from here, so an extra writes and imports none for it.
+    """
 
     # A frozen dataclass made of train.config.option; its fields become flags and recipe keys.
     Options: ClassVar[type | None] = None

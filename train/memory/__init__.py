@@ -6,20 +6,16 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
-from train.config import Config, option
+from train.config import option
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import Parts, Run, UsageError
-
-if TYPE_CHECKING:
-    from train.batching import Batches
-    from train.data import PreparedData
+from train.records import UsageError
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 _MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
@@ -43,38 +39,38 @@ class Extra(extras.Extra):
         self._session: Any = None
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         if not is_known(launch) and "auto" in map(config.get, ("micro_batch_size", "gradient_checkpointing")):
             raise UsageError(f"auto is not known for {launch}: choose micro_batch_size and gradient_checkpointing.")
 
     @contextmanager
-    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
+    def open(self, config, launch, stop):
         use_expandable_segments()
         with self._predictor:
             if launch.rank == 0 and is_known(launch) and config.of(Options).predict_memory:
                 self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
 
-    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
+    def change_config(self, run, config, data):
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data, self._predictor)
         return self._session.settle(config)
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+    def prepared(self, run, data, batches):
         self._session.ask()
 
-    def ready(self, run: Run, parts: Parts) -> None:
+    def ready(self, run, parts):
         if not run.outputs.is_complete(parts.total_steps):
             self._session.rehearse(parts)
 
-    def failed(self, run: Run | None, error: Exception) -> str | None:
+    def failed(self, run, error):
         from train.extras.host_memory import is_out_of_memory
 
         is_memory = hasattr(error, "fault") or is_out_of_memory(error)
         return self._session.explain(error) if self._session is not None and is_memory else None
 
-    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+    def finished(self, run, parts, summary):
         summary |= self._session.figures
 
 

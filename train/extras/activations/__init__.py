@@ -9,15 +9,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
-from train.config import Config, option
-from train.launch import Launch
-from train.records import Run, UsageError, UserError
+from train.config import option
+from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from train.model import ModelWithLoss
-    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Extra(extras.Extra):
     Options = Options
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         own = config.of(Options)
         kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
         if kind in ("none", "auto") and every > 1:
@@ -60,7 +56,7 @@ class Extra(extras.Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run, network, task):
         from train.extras.activations import recompute, tiling
 
         own = run.config.of(Options)
@@ -73,7 +69,7 @@ class Extra(extras.Extra):
         if own.compile and not run.is_planned:
             compile_layers(network)
 
-    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
+    def memory_measure(self, run, model):
         own = run.config.of(Options)
         if own.gradient_checkpointing == "full" and own.gradient_checkpointing_every_n_layers == 1:
             return None

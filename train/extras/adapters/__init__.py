@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from train import extras
-from train.config import Config, option
-from train.launch import Launch
-from train.records import Run, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.data import PreparedData
-    from train.state import TrainingState
-    from train.tasks import Task
+from train.config import option
+from train.records import UsageError
 
 NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
 
@@ -39,7 +30,7 @@ class Extra(extras.Extra):
     Options = Options
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         own = config.of(Options)
         if own.adapter == "none":
             if given := [f.name for f in fields(Options) if getattr(own, f.name) != f.default]:
@@ -57,11 +48,11 @@ class Extra(extras.Extra):
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")
 
-    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+    def identity(self, run, data):
         own = vars(run.config.of(Options))
         return dict(own) if own["adapter"] != "none" else {}
 
-    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
+    def change_model_config(self, run, model_config):
         own = run.config.of(Options)
         if own.adapter != "qlora" or model_config is None or hasattr(model_config, "quantization_config"):
             return {}
@@ -69,15 +60,13 @@ class Extra(extras.Extra):
 
         return {"quantization_config": quantization(run, model_config)}
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run, network, task):
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
             add_adapter(network, run, task.auto_class)
 
-    def state(
-        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
-    ) -> TrainingState | None:
+    def state(self, network, optimizer, identity, scaler):
         if "adapter" not in identity:  # a function's model that has adapters of its own is saved as peft does
             return None
         from train.extras.adapters.lora import AdapterState

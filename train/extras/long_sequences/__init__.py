@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from train import extras
-from train.config import Config, option
-from train.launch import Launch
-from train.records import Parts, Run, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.data import PreparedData
-    from train.tasks import Task
+from train.config import option
+from train.records import UsageError
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Extra(extras.Extra):
     Options = Options
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         own, model, length = config.of(Options), config.architecture, config.data.max_length
         if own.rope_scaling_factor is not None and own.rope_scaling == "none":
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
@@ -58,14 +51,14 @@ class Extra(extras.Extra):
             if load_task(config.data.task).labelled:
                 raise UsageError(f"packing: {config.data.task} has one label a row: leave it out, or use another task.")
 
-    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+    def identity(self, run, data):
         own = run.config.of(Options)
         rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
         factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {run.config.data.max_length}")
         scaled = {"rope_scaling": rope_scaling, "rope_scaling_factor": factor}
         return {"packing": own.packing, **scaled, "sliding_window": own.sliding_window}
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run, data):
         own = run.config.of(Options)
         if own.max_tokens_per_micro_batch is not None:
             from train.extras.long_sequences.token_batches import TokenRounds
@@ -77,11 +70,11 @@ class Extra(extras.Extra):
 
         return packed(run, data)
 
-    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+    def finished(self, run, parts, summary):
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:
             summary.update(micro_batch_size=None, gradient_accumulation_steps=None, max_tokens_per_micro_batch=tokens)
 
-    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
+    def change_model_config(self, run, model_config):
         if model_config is not None:
             from train.extras.long_sequences.rope import scale_positions, slide
 
@@ -92,13 +85,13 @@ class Extra(extras.Extra):
                 slide(model_config, own.sliding_window)
         return {}
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+    def check_model(self, run, network, task, sizes):
         from train.extras.long_sequences import attention
 
         if run.config.of(Options).packing and not run.is_planned:
             attention.check_documents(network)
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run, network, task):
         from train.extras.long_sequences import attention, heads
 
         if run.accelerator.device.type == "cuda" and not run.is_planned:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import option
-from train.records import MicroBatch, Parts, Run, exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.tasks import Task
+from train.records import Run, exchange
 
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
 
@@ -36,7 +30,7 @@ class Extra(extras.Extra):
     _flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
     _work = (0.0, 0.0)  # FLOPs and tokens of this rank since the last line of the log
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run, network, task):
         if not run.is_planned:
             from train.extras.device import device_name, precision_in_use
             from train.extras.meter.cards import peak_flops_per_second
@@ -47,7 +41,7 @@ class Extra(extras.Extra):
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)
 
-    def ready(self, run: Run, parts: Parts) -> None:
+    def ready(self, run, parts):
         device, own = run.accelerator.device, run.config.of(Options)
         meter_of = {"cpu": "cpu:CpuMeter", "cuda": "cuda:CudaMeter", "mps": "cpu:MpsMeter"}
         if own.measure_memory and device.type in meter_of:
@@ -73,7 +67,7 @@ class Extra(extras.Extra):
         cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_EVENTS)
         _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
+    def computing(self, phase, micro_batches, step=0):
         if self._flops is not None and phase == "forward":
             from train.extras.meter.flops import text_lengths
 
@@ -81,11 +75,11 @@ class Extra(extras.Extra):
             self._work = self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)
         return self.meter.measure(phase, micro_batches) if self.meter is not None else nullcontext()
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase):
         if self.meter is not None:
             self.meter.mark(phase)
 
-    def measured(self, run: Run, values: dict[str, Any]) -> None:
+    def measured(self, run, values):
         values["mfu"] = None
         if self._flops is not None:  # of all ranks: the first has the longest texts
             flops, tokens = map(sum, zip(*exchange(self._work), strict=True))
@@ -94,7 +88,7 @@ class Extra(extras.Extra):
                 values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
         values.update(self.meter.interval() if self.meter is not None else _highest(run))
 
-    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+    def finished(self, run, parts, summary):
         summary |= self.meter.summary() if self.meter is not None else _highest(run)
 
 

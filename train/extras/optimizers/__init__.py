@@ -5,17 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from train import extras
-from train.config import Config, option
-from train.launch import Launch
-from train.records import Run, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from train.step import Engine
+from train.config import option
+from train.records import UsageError
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Extra(extras.Extra):
     Options = Options
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
@@ -75,7 +69,7 @@ class Extra(extras.Extra):
                 (f"{launch.world_size} processes", launch.world_size > 1, summed),
             )
 
-    def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
+    def build_optimizer(self, config, groups, device):
         from torch.optim import SGD, Adafactor
 
         from train.extras.optimizers import few_bits, offload
@@ -94,7 +88,7 @@ class Extra(extras.Extra):
             return offload.OffloadedAdamW(groups, **settings)
         return None
 
-    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+    def wrap_step(self, run, engine):
         if not run.config.of(Options).optimizer_in_backward:
             return engine
         from train.extras.optimizers.in_backward import InBackward

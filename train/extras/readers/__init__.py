@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.launch import Launch
-from train.records import Corpus, Run, UsageError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from train.data import PreparedData
+from train.records import UsageError
 
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
@@ -59,7 +52,7 @@ class Extra(extras.Extra):
     Options = Options
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         name, own = config.data.dataset, config.of(Options)
         unread = [f.name for f in fields(own) if getattr(own, f.name) != f.default and not f.name.startswith("on_")]
         if unread and _is_function(config):
@@ -82,23 +75,21 @@ class Extra(extras.Extra):
             if folder.resolve() in (output, *output.parents):
                 raise UsageError(f"output_dir: it lies in the dataset {folder}: its files would be read as documents.")
 
-    def documents(self, config: Config, labelled: bool) -> Corpus | None:
+    def documents(self, config, labelled):
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
         data = Source(**vars(config.of(Options)), **core, labelled=labelled)
         from train.extras.readers.corpus import load_corpus, load_returned
 
         return load_returned(config, data) if _is_function(config) else load_corpus(data)
 
-    def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
+    def tokenizer(self, run, spec, corpus):
         if spec not in ("bytes", "words") and not spec.startswith("train:"):
             return None
         from train.extras.readers.own_tokenizers import tokenizer_for
 
         return tokenizer_for(run, spec, corpus)
 
-    def change_caching(
-        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
-    ) -> Callable[[], Dataset]:
+    def change_caching(self, run, make, documents, *made_by):
         from train.extras.cache import examples_cache, intact
 
         fingerprint, cache = examples_cache(documents, *made_by)
@@ -107,7 +98,7 @@ class Extra(extras.Extra):
             return make
         return partial(intact, cache, partial(make, cache_file_name=f"{cache}.arrow"))
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run, data):
         from train.extras.readers.own_tokenizers import warnings_of_unknown
 
         run.outputs.note(*warnings_of_unknown(data.examples, data.tokenizer))

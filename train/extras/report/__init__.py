@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +14,6 @@ from train import extras
 from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
-from train.launch import Launch
 from train.records import Parts, Run, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Extra(extras.Extra):
     _trackers: Sequence[Any] = ()
 
     @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
+    def check(cls, config, launch):
         own = config.of(Options)
         name, hub = own.run_name, own.hub_model_id
         if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
@@ -53,17 +52,17 @@ class Extra(extras.Extra):
             raise UsageError("push_to_hub needs hub_model_id (user/name).")
 
     @contextmanager
-    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
+    def open(self, config, launch, stop):
         try:
             yield
         finally:  # however the run ends: a tracker may still have lines to write
             for tracker in self._trackers:
                 tracker.finish()
 
-    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
+    def accelerator_options(self, config, launch):
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def starting(self, run, parts):
         bar: Any = run.outputs.bar
         if (getattr(bar, "ncols", None) or 1) < 1:  # a terminal without columns, as a notebook's may be
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
@@ -71,7 +70,7 @@ class Extra(extras.Extra):
             start_trackers(run.accelerator, run.config)
             self._trackers = run.accelerator.trackers
 
-    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def recorded(self, run, kind, step, values):
         """Training lines stand in the progress bar; all go to the trackers."""
         if kind == "train":
             from train.extras.report.machine import progress_text
@@ -81,7 +80,7 @@ class Extra(extras.Extra):
             prefix = values.get("split", kind)
             run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
 
-    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+    def finished(self, run, parts, summary):
         outputs, own = run.outputs, run.config.of(Options)
         if not outputs.is_main:
             return
