@@ -27,13 +27,11 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config, launch):
         own, in_backward = config.of(Options), bool(config.get("optimizer_in_backward"))
+        no_whole = ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out")
         if own.gradient_health:
             hidden = launch.engine == "deepspeed" or launch.tp_size > 1
-            extras.refuse(
-                "gradient_health",
-                (f"{launch} in the launch file", hidden, "use ddp.yaml or fsdp2.yaml: it needs their gradients"),
-                ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
-            )
+            needed = "use ddp.yaml or fsdp2.yaml: it needs their gradients"
+            extras.refuse("gradient_health", (f"{launch} in the launch file", hidden, needed), no_whole)
         if own.gradient_noise_scale:
             from train.batching import arithmetic_of
 
@@ -45,7 +43,7 @@ class Extra(extras.Extra):
             extras.refuse(
                 "gradient_noise_scale",
                 (f"{launch} in the launch file", not is_whole, "it needs whole gradients. Use ddp.yaml or one process"),
-                ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
+                no_whole,
                 ("micro_batch_size: auto", is_auto, "that may choose one micro-batch per step. Give a number"),
                 ("one micro-batch per step", is_one, two),
             )
