@@ -53,8 +53,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    """Recovery from OOM, signals, safe files, background saving, rollback and the watch over ranks, for one run."""
-
     Options = Options
     _config: Config  # these three from open() on
     _signals: Signals

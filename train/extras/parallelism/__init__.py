@@ -79,7 +79,6 @@ class Extra(extras.Extra):
             _expect_unused(run, model, longest_of(self._batches)[0])
 
     def state(self, network, optimizer, identity, scaler):
-        """DeepSpeed's buffers, where the optimizer is DeepSpeed's."""
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
         from train.extras.parallelism.deepspeed_state import DeepSpeedState

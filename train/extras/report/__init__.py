@@ -71,7 +71,6 @@ class Extra(extras.Extra):
             self._trackers = run.accelerator.trackers
 
     def recorded(self, run, kind, step, values):
-        """Training lines stand in the progress bar; all go to the trackers."""
         if kind == "train":
             from train.extras.report.machine import progress_text
 
