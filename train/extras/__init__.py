@@ -1,8 +1,9 @@
 """The optional parts of the template, and the four seams by which they reach a run.
 
-An extra is a folder here, or ``train/memory/``, with a class ``Extra`` in its ``__init__.py``; without the folder
-its flags and checks do not exist. Extras change the batches, change the model, wrap the step, and hear of events:
-the core calls the methods below in the order of :data:`ORDER`. Only this file knows all extras.
+An extra is a folder here, or ``train/memory/``. Its ``__init__.py`` has a class ``Extra`` and, if it has flags, a
+frozen dataclass ``Options``, made of train.config.option; without the folder its flags and checks do not exist. Extras
+change the batches, change the model, wrap the step, and hear of events: the core calls the methods below in the order
+of :data:`ORDER`. Only this file knows all extras.
 """
 
 # pyright: reportReturnType=false
@@ -51,8 +52,6 @@ class Extra:
     An override takes its types from here, so an extra writes and imports none for it.
     """
 
-    # A frozen dataclass made of train.config.option; its fields become flags and recipe keys.
-    Options: ClassVar[type | None] = None
     needs: ClassVar[tuple[str, ...]] = ()  # extras without which this one counts as missing
 
     @classmethod
@@ -280,8 +279,9 @@ def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def options() -> dict[str, type]:
-    """The options of each extra that has some, by the extra's name."""
-    return {name: cls.Options for name, cls in classes().items() if cls.Options is not None}
+    """The options of each extra that has some, by the extra's name; their fields become flags and recipe keys."""
+    modules = {name: import_module(ORDER[name]) for name in classes()}
+    return {name: module.Options for name, module in modules.items() if hasattr(module, "Options")}
 
 
 def check(config: Config, launch: Launch | None = None) -> None:

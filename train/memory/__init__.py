@@ -31,7 +31,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     needs = ("hardware", "meter")
 
     def __init__(self) -> None:

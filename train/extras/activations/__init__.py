@@ -34,8 +34,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
-
     @classmethod
     def check(cls, config, launch):
         own = config.of(Options)

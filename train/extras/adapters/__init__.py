@@ -27,8 +27,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
-
     @classmethod
     def check(cls, config, launch):
         own = config.of(Options)

@@ -25,7 +25,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _data = ""  # a digest of the training examples
     _pad_id = 0
 

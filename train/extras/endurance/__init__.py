@@ -53,7 +53,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _config: Config  # these three from open() on
     _signals: Signals
     _saving: Saving

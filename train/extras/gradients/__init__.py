@@ -20,7 +20,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
     _noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
 

@@ -32,7 +32,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _precision_line: str | None = None
 
     def change_launch(self, config, launch):

@@ -24,8 +24,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
-
     @classmethod
     def check(cls, config, launch):
         own = config.of(Options)

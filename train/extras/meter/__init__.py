@@ -24,7 +24,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
     snapshot: Path | None = None  # torch's record of allocations, if asked for
     _flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known

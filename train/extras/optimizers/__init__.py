@@ -23,8 +23,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
-
     @classmethod
     def check(cls, config, launch):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype

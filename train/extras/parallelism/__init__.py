@@ -31,7 +31,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _batches: Batches | None = None
 
     def __init__(self) -> None:

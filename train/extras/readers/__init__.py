@@ -49,8 +49,6 @@ def _is_function(config: Config) -> bool:
 
 
 class Extra(extras.Extra):
-    Options = Options
-
     @classmethod
     def check(cls, config, launch):
         name, own = config.data.dataset, config.of(Options)

@@ -34,7 +34,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _trackers: Sequence[Any] = ()
 
     @classmethod

@@ -28,7 +28,6 @@ class Options:
 
 
 class Extra(extras.Extra):
-    Options = Options
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
 
