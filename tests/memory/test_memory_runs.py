@@ -441,9 +441,9 @@ def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> N
             assert len(started) == (each is not launch)
     for name in ("micro_batch_size", "gradient_checkpointing"):
         config = Config().changed(**{name: "auto", "global_batch_size": 8})
-        Extra.check(config, Launch(2))
+        Extra().check(config, Launch(2))
         with pytest.raises(UsageError, match="for deepspeed: choose micro_batch_size and gradient_checkpointing"):
-            Extra.check(config, launch)
+            Extra().check(config, launch)
     found = NextToACard(monkeypatch, 2**40, launch=launch)
     found.session.ask()
     assert not found.jobs and not found.session._asked

@@ -54,9 +54,8 @@ class Extra:
 
     needs: ClassVar[tuple[str, ...]] = ()  # extras without which this one counts as missing
 
-    @classmethod
-    def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where its options contradict each other, those of the core, or the launch."""
+    def check(self, config: Config, launch: Launch) -> None:
+        """Raises UsageError where its options contradict each other, the core's, or the launch; before any run."""
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a checkpoint is compared by when a run resumes from it."""
@@ -296,7 +295,7 @@ def check(config: Config, launch: Launch | None = None) -> None:
     if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():
-        cls.check(config, launch)
+        cls().check(config, launch)
 
 
 def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:

@@ -37,8 +37,7 @@ class Extra(extras.Extra):
         self._predictor = Predictor()
         self._session: Any = None
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         if not is_known(launch) and "auto" in map(config.get, ("micro_batch_size", "gradient_checkpointing")):
             raise UsageError(f"auto is not known for {launch}: choose micro_batch_size and gradient_checkpointing.")
 

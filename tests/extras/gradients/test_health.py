@@ -408,7 +408,7 @@ def test_measuring_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_gradients_that_cannot_be_seen_are_refused(values: dict[str, Any], launch: Launch, said: str) -> None:
-    extra = extras.classes()["gradients"]
+    extra = extras.classes()["gradients"]()
     config = from_values({"model": "x", "gradient_health": True, **values})
     with pytest.raises(UsageError, match=f"gradient_health cannot be combined with .*{said}"):
         extra.check(config, launch)

@@ -228,4 +228,4 @@ def test_what_has_no_gradients_of_two_sizes_is_refused(flags: list[str], launch:
     config = parse(flags)
     config = config.changed(gradient_noise_scale=True)
     with pytest.raises(UsageError, match=f"gradient_noise_scale cannot be combined with {message}"):
-        Extra.check(config, launch)
+        Extra().check(config, launch)

@@ -95,11 +95,11 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
 )
 def test_combinations_that_cannot_be(engine: dict[str, str], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Extra.check(from_values(values), read_launch({**sizes(2, cp=2), **engine}))
+        Extra().check(from_values(values), read_launch({**sizes(2, cp=2), **engine}))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    Extra.check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
+    Extra().check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
 
 
 @pytest.mark.distributed

@@ -100,9 +100,9 @@ def test_what_cannot_work_stops_the_run(given: dict[str, Any], message: str) -> 
     ],
 )
 def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, config: Config, message: str) -> None:
-    Extra.check(Config(), SEQUENCES)
+    Extra().check(Config(), SEQUENCES)
     with pytest.raises(UsageError, match=message):
-        Extra.check(config, launch)
+        Extra().check(config, launch)
 
 
 def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pytest.MonkeyPatch) -> None:

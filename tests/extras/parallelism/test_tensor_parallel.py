@@ -91,11 +91,11 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Extra.check(from_values(values), read_launch(sizes(4, **launched)))
+        Extra().check(from_values(values), read_launch(sizes(4, **launched)))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    Extra.check(Config(), read_launch(sizes(2, tp=2)))
+    Extra().check(Config(), read_launch(sizes(2, tp=2)))
 
 
 @pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)

@@ -157,9 +157,9 @@ def test_splits_of_a_function_have_known_names(tmp_path: Path) -> None:
 def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any], named: str) -> None:
     config = Config().changed(dataset="my_data:documents", **flags)
     with pytest.raises(UsageError, match=f"{named}: my_data:documents gives its documents as they are to be used"):
-        Extra.check(config, Launch())
+        Extra().check(config, Launch())
     heeded = {"on_bad_record": "skip", "on_empty_document": "error"}
-    Extra.check(Config().changed(dataset="my_data:documents", **heeded), Launch())
+    Extra().check(Config().changed(dataset="my_data:documents", **heeded), Launch())
 
 
 def test_an_empty_document_of_a_function_can_be_an_error(tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monke
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     for name in ("wandb", "trackio", "tensorboard"):
         with pytest.raises(UsageError, match=rf"report_to: {name} is not installed. pip install '.\[{name}\]' adds it"):
-            report.Extra.check(_config(report_to=[name]), Launch())
+            report.Extra().check(_config(report_to=[name]), Launch())
     monkeypatch.setattr(report, "find_spec", lambda name: name == "tensorboardX" or None)
-    report.Extra.check(_config(report_to=["tensorboard"]), Launch())
+    report.Extra().check(_config(report_to=["tensorboard"]), Launch())
 
 
 def test_no_tracker_no_call():

@@ -34,8 +34,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own = config.of(Options)
         kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
         if kind in ("none", "auto") and every > 1:

@@ -27,8 +27,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own = config.of(Options)
         if own.adapter == "none":
             if given := [f.name for f in fields(Options) if getattr(own, f.name) != f.default]:

@@ -28,8 +28,7 @@ class Extra(extras.Extra):
     _data = ""  # a digest of the training examples
     _pad_id = 0
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         settings.check_launch_file()
         settings.check_settings(config, launch)
 

@@ -62,8 +62,7 @@ class Extra(extras.Extra):
     _compare_replicas: Callable[[int, bool], None] = staticmethod(lambda step, is_saved: None)
     _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         if (most := config.of(Options).max_rollbacks) and config.output.save_every_steps is None:
             raise UsageError(f"max_rollbacks: {most} needs save_every_steps: nothing to go back to.")
 

@@ -23,8 +23,7 @@ class Extra(extras.Extra):
     _health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
     _noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own, in_backward = config.of(Options), bool(config.get("optimizer_in_backward"))
         no_whole = ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out")
         if own.gradient_health:

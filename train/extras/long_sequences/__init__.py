@@ -27,8 +27,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own, model, length = config.of(Options), config.architecture, config.data.max_length
         if own.rope_scaling_factor is not None and own.rope_scaling == "none":
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")

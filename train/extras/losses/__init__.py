@@ -24,8 +24,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own = config.of(Options)
         if own.loss == "cce" and (own.label_smoothing or own.z_loss):
             raise UsageError("loss: cce does not support label_smoothing and z_loss: give --loss auto or chunked.")

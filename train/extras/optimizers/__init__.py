@@ -23,8 +23,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")

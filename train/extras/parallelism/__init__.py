@@ -36,8 +36,7 @@ class Extra(extras.Extra):
     def __init__(self) -> None:
         self._order, self._used = 0, dict[int, None]()  # of all micro-batches, and of this one
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         if launch.copies > 1:
             without = "leave packing out, or use ddp.yaml or fsdp2.yaml"
             extras.refuse(f"{launch} in the launch file", ("packing", bool(config.get("packing")), without))

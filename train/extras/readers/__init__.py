@@ -49,8 +49,7 @@ def _is_function(config: Config) -> bool:
 
 
 class Extra(extras.Extra):
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         name, own = config.data.dataset, config.of(Options)
         unread = [f.name for f in fields(own) if getattr(own, f.name) != f.default and not f.name.startswith("on_")]
         if unread and _is_function(config):

@@ -36,8 +36,7 @@ class Options:
 class Extra(extras.Extra):
     _trackers: Sequence[Any] = ()
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         own = config.of(Options)
         name, hub = own.run_name, own.hub_model_id
         if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):

@@ -31,8 +31,7 @@ class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
 
-    @classmethod
-    def check(cls, config, launch):
+    def check(self, config, launch):
         asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
         if asked and config.output.eval_every_steps is None:
             raise UsageError(f"{asked[0]} needs eval_every_steps: without it only the last step is evaluated.")
