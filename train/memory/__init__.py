@@ -6,16 +6,20 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.config import option
+from train.config import Config, option
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import UsageError
+from train.records import Parts, Run, UsageError
+
+if TYPE_CHECKING:
+    from train.batching import Batches
+    from train.data import PreparedData
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 _MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
@@ -37,38 +41,38 @@ class Extra(extras.Extra):
         self._predictor = Predictor()
         self._session: Any = None
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         if not is_known(launch) and "auto" in map(config.get, ("micro_batch_size", "gradient_checkpointing")):
             raise UsageError(f"auto is not known for {launch}: choose micro_batch_size and gradient_checkpointing.")
 
     @contextmanager
-    def open(self, config, launch, stop):
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         use_expandable_segments()
         with self._predictor:
             if launch.rank == 0 and is_known(launch) and config.of(Options).predict_memory:
                 self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
 
-    def change_config(self, run, config, data):
+    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data, self._predictor)
         return self._session.settle(config)
 
-    def prepared(self, run, data, batches):
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._session.ask()
 
-    def ready(self, run, parts):
+    def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.total_steps):
             self._session.rehearse(parts)
 
-    def failed(self, run, error):
+    def failed(self, run: Run | None, error: Exception) -> str | None:
         from train.extras.host_memory import is_out_of_memory
 
         is_memory = hasattr(error, "fault") or is_out_of_memory(error)
         return self._session.explain(error) if self._session is not None and is_memory else None
 
-    def finished(self, run, parts, summary):
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary |= self._session.figures
 
 

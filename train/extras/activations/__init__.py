@@ -9,11 +9,15 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
-from train.config import option
-from train.records import UsageError, UserError
+from train.config import Config, option
+from train.launch import Launch
+from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from train.model import ModelWithLoss
+    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
         if kind in ("none", "auto") and every > 1:
@@ -53,7 +57,7 @@ class Extra(extras.Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    def change_model(self, run, network, task):
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.activations import recompute, tiling
 
         own = run.config.of(Options)
@@ -66,7 +70,7 @@ class Extra(extras.Extra):
         if own.compile and not run.is_planned:
             compile_layers(network)
 
-    def memory_measure(self, run, model):
+    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
         if own.gradient_checkpointing == "full" and own.gradient_checkpointing_every_n_layers == 1:
             return None

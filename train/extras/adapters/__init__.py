@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
-from train.config import option
-from train.records import UsageError
+from train.config import Config, option
+from train.launch import Launch
+from train.records import Run, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.data import PreparedData
+    from train.state import TrainingState
+    from train.tasks import Task
 
 NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
 
@@ -27,7 +36,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         if own.adapter == "none":
             if given := [f.name for f in fields(Options) if getattr(own, f.name) != f.default]:
@@ -45,11 +54,11 @@ class Extra(extras.Extra):
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")
 
-    def identity(self, run, data):
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         own = vars(run.config.of(Options))
         return dict(own) if own["adapter"] != "none" else {}
 
-    def change_model_config(self, run, model_config):
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         own = run.config.of(Options)
         if own.adapter != "qlora" or model_config is None or hasattr(model_config, "quantization_config"):
             return {}
@@ -57,13 +66,15 @@ class Extra(extras.Extra):
 
         return {"quantization_config": quantization(run, model_config)}
 
-    def change_model(self, run, network, task):
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
             add_adapter(network, run, task.auto_class)
 
-    def state(self, network, optimizer, identity, scaler):
+    def state(
+        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> TrainingState | None:
         if "adapter" not in identity:  # a function's model that has adapters of its own is saved as peft does
             return None
         from train.extras.adapters.lora import AdapterState

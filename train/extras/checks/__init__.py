@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.config import option, to_values
+from train.config import Config, option, to_values
 from train.extras.checks import settings
-from train.records import UserError, exchange
+from train.launch import Launch
+from train.records import Corpus, Run, UserError, exchange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.batching import Batches
+    from train.data import PreparedData
+    from train.records import Parts
+    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,11 @@ class Extra(extras.Extra):
     _data = ""  # a digest of the training examples
     _pad_id = 0
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         settings.check_launch_file()
         settings.check_settings(config, launch)
 
-    def started(self, run):
+    def started(self, run: Run) -> None:
         start = Path(run.config.output.resume)
         if str(start) not in ("auto", "never") and (not start.is_dir() or (start / "checkpoints").is_dir()):
             raise UserError(f"resume: {start} is not a checkpoint: give auto, or …/checkpoints/step-NNNNNNNN of a run.")
@@ -40,12 +51,12 @@ class Extra(extras.Extra):
             what = f"the launcher started {run.launch.world_size} processes, but this one knows of {known}"
             raise UserError(f"{what}: they would all train the same. See accelerate_configs/ for files that work.")
 
-    def change_corpus(self, task, corpus):
+    def change_corpus(self, task: Task, corpus: Corpus) -> Corpus:
         from train.extras.checks.documents import with_known_labels
 
         return with_known_labels(corpus, task) if task.labelled else corpus
 
-    def check_model_config(self, run, model_config, task, tokenizer):
+    def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
         import transformers
 
         from train.extras.checks import fit
@@ -61,7 +72,7 @@ class Extra(extras.Extra):
                 raise UserError(f"model: {what}: give another model or task.")
             fit.check_sizes(model_config, num_ids(tokenizer), run.config.data.max_length)
 
-    def check_model(self, run, network, task, sizes):
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit
 
         fit.check_network(run, network, sizes)
@@ -69,7 +80,7 @@ class Extra(extras.Extra):
             # Real numbers next to a plan's fake ones have damaged the heap (torch 2.13).
             fit.try_small_copy(run, network, task, (*sizes, self._pad_id))
 
-    def prepared(self, run, data, batches):
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         from train.extras.checks.documents import describe
         from train.extras.digests import examples_digest
 
@@ -78,7 +89,7 @@ class Extra(extras.Extra):
             raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
 
-    def failed(self, run, error):
+    def failed(self, run: Run | None, error: Exception) -> str | None:
         """Says where an index out of range may come from, which a card reports only as an assertion."""
         if "abruptly died during map" in str(error):  # as 🤗 Datasets says it
             why = "a process that tokenises was killed, most likely because the host's memory was full"
@@ -90,7 +101,7 @@ class Extra(extras.Extra):
             getattr(error, "add_note", run.outputs.say)(hint)  # a traceback ends with notes, from Python 3.11 on
         return None
 
-    def ready(self, run, parts):
+    def ready(self, run: Run, parts: Parts) -> None:
         from train.extras.checks import fit
         from train.extras.checks.documents import describe_training
 
@@ -98,7 +109,7 @@ class Extra(extras.Extra):
         if run.accelerator.is_fsdp2 and run.config.optimization.grad_norm_type == "inf":
             fit.check_shards(parts.state.model)
 
-    def identity(self, run, data):
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
         from train.batching import arithmetic_of
         from train.extras.digests import code_digest, tokenizer_digest
@@ -116,7 +127,7 @@ class Extra(extras.Extra):
             "code": code_digest(type(data.task).__module__, function),
         }
 
-    def check_identity(self, run, checkpoint, own, stored):
+    def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         present = json.loads(json.dumps(dict(own)))
         # An option of an extra that is not here any more counts as switched off.
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +23,20 @@ from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver
 from train.extras.endurance.streams import outlive_readers
 from train.figures import show_error, write_whole
-from train.records import DivergenceError, Run, StopAtOnce, UsageError, UserError, exchange
+from train.launch import Launch
+from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
+    from train.outputs import Outputs
+    from train.records import MicroBatch, Parts, StepOutcome
+    from train.state import TrainingState
+    from train.step import Engine
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
@@ -62,12 +70,12 @@ class Extra(extras.Extra):
     _compare_replicas: Callable[[int, bool], None] = staticmethod(lambda step, is_saved: None)
     _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         if (most := config.of(Options).max_rollbacks) and config.output.save_every_steps is None:
             raise UsageError(f"max_rollbacks: {most} needs save_every_steps: nothing to go back to.")
 
     @contextmanager
-    def open(self, config, launch, stop):
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
         self._config = config
         outlive_readers()
@@ -92,17 +100,17 @@ class Extra(extras.Extra):
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
 
-    def outputs(self, config, accelerator):
+    def outputs(self, config: Config, accelerator: Accelerator) -> Outputs:
         from train.extras.endurance.outputs import DurableOutputs
 
         return DurableOutputs(config, accelerator)
 
-    def started(self, run):
+    def started(self, run: Run) -> None:
         if run.launch.world_size > 1 and hasattr(signal, "SIGHUP"):  # Windows has no such lock
             refuse_separate(run.outputs.folder, run.launch.rank == 0)
 
     @contextmanager
-    def preparing(self):
+    def preparing(self) -> Iterator[None]:
         gc.freeze()
         gc.enable()
         try:
@@ -113,12 +121,12 @@ class Extra(extras.Extra):
                 raise
             raise UserError("") from None  # a launcher ends the other ranks because one has failed, which is told
 
-    def change_data(self, run, data):
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
         return replace(data, loading=replace(data.loading, deliver=partial(deliver, said_by(run, run.outputs.note))))
 
-    def wrap_step(self, run, engine):
+    def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
             return engine
         from accelerate.utils import DynamoBackend
@@ -142,7 +150,7 @@ class Extra(extras.Extra):
         self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)
         return self._recovering
 
-    def ready(self, run, parts):
+    def ready(self, run: Run, parts: Parts) -> None:
         from train.extras.endurance.replicas import Replicas
 
         if run.launch.world_size > 1 and run.launch.engine == "ddp" and run.launch.tp_size == 1:
@@ -150,7 +158,7 @@ class Extra(extras.Extra):
         gc.collect()
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
-    def logged(self, run, progress, loss, since_step):
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError if the loss is far above the usual; otherwise updates the usual loss."""
         self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
@@ -162,11 +170,11 @@ class Extra(extras.Extra):
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
-    def recorded(self, run, kind, step, values):
+    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "train" and self._has_begun:
             self._saving.look(run)
 
-    def skipped(self, run, progress, outcome, micro_batches):
+    def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
         """Logs the examples; raises DivergenceError where no later step can be expected to have a finite gradient."""
         loss_scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
         examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
@@ -180,19 +188,19 @@ class Extra(extras.Extra):
             remedy += "--max_consecutive_nonfinite_steps."
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
-    def save(self, run, state, progress, wait):
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         self._compare_replicas(progress.step, True)
         run.outputs.from_main(lambda: setattr(self, "_lock", relock(self._lock, run.outputs.folder)))
         self._saving.save(run, state, progress, wait)
         return True
 
-    def keep(self, run, kept, progress):
+    def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """Also what two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
-    def diverged(self, run, state, error):
+    def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         from train.extras.endurance.checkpoints import go_back
 
         if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
@@ -200,7 +208,7 @@ class Extra(extras.Extra):
         self._saving.finish(run)
         return go_back(run, state, error)
 
-    def finishing(self, run, state, progress):
+    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
         if progress.step == progress.nonfinite_steps and run.accelerator.scaler is None:  # whose first scales overflow
@@ -209,12 +217,12 @@ class Extra(extras.Extra):
         self._is_trained = True
         refuse_nonfinite(run, state, progress)
 
-    def starting(self, run, parts):
+    def starting(self, run: Run, parts: Parts) -> None:
         self._has_begun = True
         if run.outputs.is_main:
             (run.outputs.folder / STOPPED).unlink(missing_ok=True)
 
-    def stopped(self, run, step):
+    def stopped(self, run: Run, step: int | None) -> None:
         """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
         outputs, names = run.outputs, [*run.stop, None]
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
@@ -224,7 +232,7 @@ class Extra(extras.Extra):
         again = f"run {self._same_command()} again to resume from step {step}"
         outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
-    def failed(self, run, error):
+    def failed(self, run: Run | None, error: Exception) -> str | None:
         """Explains a disk that cannot be written; empty if a rank is lost, which one rank has then reported."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
@@ -261,7 +269,7 @@ class Extra(extras.Extra):
             return f"Run {self._same_command()} again to resume from step {step}."
         return "There is no checkpoint yet: the same command starts from scratch. A smaller --save_every_steps helps."
 
-    def finished(self, run, parts, summary):
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
         summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:

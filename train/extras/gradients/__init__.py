@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from train import extras
-from train.config import option
+from train.config import Config, option
+from train.launch import Launch
+from train.records import MicroBatch, Parts, Run
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Extra(extras.Extra):
     _health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
     _noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own, in_backward = config.of(Options), bool(config.get("optimizer_in_backward"))
         no_whole = ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out")
         if own.gradient_health:
@@ -46,29 +49,29 @@ class Extra(extras.Extra):
                 ("one micro-batch per step", is_one, two),
             )
 
-    def ready(self, run, parts):
+    def ready(self, run: Run, parts: Parts) -> None:
         if (own := run.config.of(Options)).gradient_health:
             from train.extras.gradients.health import Health
 
             self._health = Health(run, parts.state.model, own.gradient_health_every_steps)
 
-    def starting(self, run, parts):
+    def starting(self, run: Run, parts: Parts) -> None:
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
             self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
 
-    def computing(self, phase, micro_batches, step=0):
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         if step and self._noise is not None:
             self._noise.begin(micro_batches)
         return self._health.measuring(step) if self._health and self._health.is_due(step) else nullcontext()
 
-    def mark(self, phase):
+    def mark(self, phase: str) -> None:
         if phase == "clip" and self._health is not None:  # the gradient is whole, and still has its loss scale
             self._health.see_gradient()
         if self._noise is not None:
             self._noise.mark(phase)
 
-    def measured(self, run, values):
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
         if self._noise is not None:
             values["gradient_noise_scale_examples"] = self._noise.examples()

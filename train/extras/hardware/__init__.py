@@ -17,7 +17,7 @@ from train import extras
 from train.config import Config, option
 from train.extras.device import SHORT, device_name, precision_in_use
 from train.launch import Launch, target_device
-from train.records import UsageError, num_cores
+from train.records import Run, UsageError, num_cores
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +34,14 @@ class Options:
 class Extra(extras.Extra):
     _precision_line: str | None = None
 
-    def change_launch(self, config, launch):
+    def change_launch(self, config: Config, launch: Launch) -> Launch:
         """``launch`` with the precision that will be used; the device is set up, and CPU processes are connected."""
         device = target_device()
         launch, self._precision_line = settle_precision(launch, config, device)
         set_up_device(device, launch, config)
         return launch
 
-    def started(self, run):
+    def started(self, run: Run) -> None:
         import torch
 
         accelerator, dtype = run.accelerator, run.config.architecture.dtype

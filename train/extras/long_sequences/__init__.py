@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
-from train.config import option
-from train.records import UsageError
+from train.config import Config, option
+from train.launch import Launch
+from train.records import Parts, Run, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.data import PreparedData
+    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own, model, length = config.of(Options), config.architecture, config.data.max_length
         if own.rope_scaling_factor is not None and own.rope_scaling == "none":
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
@@ -48,14 +55,14 @@ class Extra(extras.Extra):
             if load_task(config.data.task).labelled:
                 raise UsageError(f"packing: {config.data.task} has one label a row: leave it out, or use another task.")
 
-    def identity(self, run, data):
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         own = run.config.of(Options)
         rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
         factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {run.config.data.max_length}")
         scaled = {"rope_scaling": rope_scaling, "rope_scaling_factor": factor}
         return {"packing": own.packing, **scaled, "sliding_window": own.sliding_window}
 
-    def change_data(self, run, data):
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         own = run.config.of(Options)
         if own.max_tokens_per_micro_batch is not None:
             from train.extras.long_sequences.token_batches import TokenRounds
@@ -67,11 +74,11 @@ class Extra(extras.Extra):
 
         return packed(run, data)
 
-    def finished(self, run, parts, summary):
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:
             summary.update(micro_batch_size=None, gradient_accumulation_steps=None, max_tokens_per_micro_batch=tokens)
 
-    def change_model_config(self, run, model_config):
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         if model_config is not None:
             from train.extras.long_sequences.rope import scale_positions, slide
 
@@ -82,13 +89,13 @@ class Extra(extras.Extra):
                 slide(model_config, own.sliding_window)
         return {}
 
-    def check_model(self, run, network, task, sizes):
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.long_sequences import attention
 
         if run.config.of(Options).packing and not run.is_planned:
             attention.check_documents(network)
 
-    def change_model(self, run, network, task):
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention, heads
 
         if run.accelerator.device.type == "cuda" and not run.is_planned:

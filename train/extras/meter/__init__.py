@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import extras
 from train.config import option
-from train.records import Run, exchange
+from train.records import MicroBatch, Parts, Run, exchange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.tasks import Task
 
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
 
@@ -29,7 +35,7 @@ class Extra(extras.Extra):
     _flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
     _work = (0.0, 0.0)  # FLOPs and tokens of this rank since the last line of the log
 
-    def change_model(self, run, network, task):
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if not run.is_planned:
             from train.extras.device import device_name, precision_in_use
             from train.extras.meter.cards import peak_flops_per_second
@@ -40,7 +46,7 @@ class Extra(extras.Extra):
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)
 
-    def ready(self, run, parts):
+    def ready(self, run: Run, parts: Parts) -> None:
         device, own = run.accelerator.device, run.config.of(Options)
         meter_of = {"cpu": "cpu:CpuMeter", "cuda": "cuda:CudaMeter", "mps": "cpu:MpsMeter"}
         if own.measure_memory and device.type in meter_of:
@@ -66,7 +72,7 @@ class Extra(extras.Extra):
         cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_EVENTS)
         _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def computing(self, phase, micro_batches, step=0):
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         if self._flops is not None and phase == "forward":
             from train.extras.meter.flops import text_lengths
 
@@ -74,11 +80,11 @@ class Extra(extras.Extra):
             self._work = self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)
         return self.meter.measure(phase, micro_batches) if self.meter is not None else nullcontext()
 
-    def mark(self, phase):
+    def mark(self, phase: str) -> None:
         if self.meter is not None:
             self.meter.mark(phase)
 
-    def measured(self, run, values):
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
         values["mfu"] = None
         if self._flops is not None:  # of all ranks: the first has the longest texts
             flops, tokens = map(sum, zip(*exchange(self._work), strict=True))
@@ -87,7 +93,7 @@ class Extra(extras.Extra):
                 values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
         values.update(self.meter.interval() if self.meter is not None else _highest(run))
 
-    def finished(self, run, parts, summary):
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         summary |= self.meter.summary() if self.meter is not None else _highest(run)
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.records import UserError, one_line
+from train.records import Run, UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Extra(extras.Extra):
-    def new_model_config(self, run, task, tokenizer):
+    def new_model_config(self, run: Run, task: type[Task], tokenizer: Any) -> Any:
         """The ``model_config`` of a recipe completed for tokenizer, length and task; UserError where it is wrong."""
         fields = dict(run.config.architecture.model_config or {})
         model_type = fields.pop("model_type")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
-from train.config import option
-from train.records import UsageError
+from train.config import Config, option
+from train.launch import Launch
+from train.records import Run, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from train.step import Engine
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError("optimizer: adamw_8bit needs bitsandbytes: pip install -e '.[bitsandbytes]' adds it.")
@@ -66,7 +72,7 @@ class Extra(extras.Extra):
                 (f"{launch.world_size} processes", launch.world_size > 1, summed),
             )
 
-    def build_optimizer(self, config, groups, device):
+    def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         from torch.optim import SGD, Adafactor
 
         from train.extras.optimizers import few_bits, offload
@@ -85,7 +91,7 @@ class Extra(extras.Extra):
             return offload.OffloadedAdamW(groups, **settings)
         return None
 
-    def wrap_step(self, run, engine):
+    def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if not run.config.of(Options).optimizer_in_backward:
             return engine
         from train.extras.optimizers.in_backward import InBackward

@@ -7,6 +7,7 @@ parallelism divides each layer. Each is a small engine behind the one optimizer 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run, UserError, exchange
+from train.records import MicroBatch, Parts, Progress, Run, UserError, exchange
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
+    from train.data import PreparedData
     from train.model import ModelWithLoss
+    from train.state import TrainingState
+    from train.step import Engine
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,13 @@ class Extra(extras.Extra):
     def __init__(self) -> None:
         self._order, self._used = 0, dict[int, None]()  # of all micro-batches, and of this one
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         if launch.copies > 1:
             without = "leave packing out, or use ddp.yaml or fsdp2.yaml"
             extras.refuse(f"{launch} in the launch file", ("packing", bool(config.get("packing")), without))
             (_check_tensors if launch.tp_size > 1 else _check_sequences)(config, launch)
 
-    def accelerator_options(self, config, launch):
+    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
         if launch.engine != "deepspeed":
             return {}
@@ -55,7 +59,7 @@ class Extra(extras.Extra):
             options["parallelism_config"] = ParallelismConfig(dp_replicate_size=launch.dp_size)
         return options
 
-    def change_model_config(self, run, model_config):
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Has transformers build the model whole on every rank, with the weights that a single process draws.
 
         With DeepSpeed it would shard the model while building it, and draw other initial weights.
@@ -64,10 +68,10 @@ class Extra(extras.Extra):
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
-    def prepared(self, run, data, batches):
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._batches = batches
 
-    def change_loss(self, run, model):
+    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             kind.prepare(run, model)
@@ -76,21 +80,23 @@ class Extra(extras.Extra):
 
             _expect_unused(run, model, longest_of(self._batches)[0])
 
-    def state(self, network, optimizer, identity, scaler):
+    def state(
+        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> TrainingState | None:
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
         from train.extras.parallelism.deepspeed_state import DeepSpeedState
 
         return DeepSpeedState(network, optimizer, identity)
 
-    def wrap_step(self, run, engine):
+    def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if (kind := _kind(run.launch)) is None:
             return engine
         divided = kind(engine.accelerator, engine.config, engine.mark)
         divided.copies, divided.loss_share = run.launch.copies, 1 / run.launch.tp_size
         return divided
 
-    def starting(self, run, parts):
+    def starting(self, run: Run, parts: Parts) -> None:
         """Notes which modules each micro-batch uses, where ranks that use different ones hand each other wrong parts.
 
         Not inside compiled layers, which each note would divide.
@@ -104,10 +110,10 @@ class Extra(extras.Extra):
         if module.training:
             self._used[number] = None  # once: chunks of a sequence may use one as often as they like
 
-    def mark(self, phase):
+    def mark(self, phase: str) -> None:
         self._order, self._used = hash((self._order, *self._used)), {}
 
-    def logged(self, run, progress, loss, since_step):
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises UserError if ranks have used different modules in a step since the last line: it is not saved."""
         if run.launch.engine != "ddp" and len(set(exchange(self._order))) > 1:
             raise UserError(
@@ -117,7 +123,7 @@ class Extra(extras.Extra):
             )
         return progress
 
-    def failed(self, run, error):
+    def failed(self, run: Run | None, error: Exception) -> str | None:
         if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
             why = "a step left parameters without a gradient, which DDP waits for: other steps use them"
             return f"{why}. --find_unused_parameters has it look for them in each step."

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.records import UsageError
+from train.launch import Launch
+from train.records import Corpus, Run, UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from train.data import PreparedData
 
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
@@ -49,7 +56,7 @@ def _is_function(config: Config) -> bool:
 
 
 class Extra(extras.Extra):
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         name, own = config.data.dataset, config.of(Options)
         unread = [f.name for f in fields(own) if getattr(own, f.name) != f.default and not f.name.startswith("on_")]
         if unread and _is_function(config):
@@ -72,21 +79,23 @@ class Extra(extras.Extra):
             if folder.resolve() in (output, *output.parents):
                 raise UsageError(f"output_dir: it lies in the dataset {folder}: its files would be read as documents.")
 
-    def documents(self, config, labelled):
+    def documents(self, config: Config, labelled: bool) -> Corpus | None:
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
         data = Source(**vars(config.of(Options)), **core, labelled=labelled)
         from train.extras.readers.corpus import load_corpus, load_returned
 
         return load_returned(config, data) if _is_function(config) else load_corpus(data)
 
-    def tokenizer(self, run, spec, corpus):
+    def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):
             return None
         from train.extras.readers.own_tokenizers import tokenizer_for
 
         return tokenizer_for(run, spec, corpus)
 
-    def change_caching(self, run, make, documents, *made_by):
+    def change_caching(
+        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
+    ) -> Callable[[], Dataset]:
         from train.extras.cache import examples_cache, intact
 
         fingerprint, cache = examples_cache(documents, *made_by)
@@ -95,7 +104,7 @@ class Extra(extras.Extra):
             return make
         return partial(intact, cache, partial(make, cache_file_name=f"{cache}.arrow"))
 
-    def change_data(self, run, data):
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import warnings_of_unknown
 
         run.outputs.note(*warnings_of_unknown(data.examples, data.tokenizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from train import extras
 from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
+from train.launch import Launch
 from train.records import Parts, Run, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Options:
 class Extra(extras.Extra):
     _trackers: Sequence[Any] = ()
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         name, hub = own.run_name, own.hub_model_id
         if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
@@ -50,17 +51,17 @@ class Extra(extras.Extra):
             raise UsageError("push_to_hub needs hub_model_id (user/name).")
 
     @contextmanager
-    def open(self, config, launch, stop):
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         try:
             yield
         finally:  # however the run ends: a tracker may still have lines to write
             for tracker in self._trackers:
                 tracker.finish()
 
-    def accelerator_options(self, config, launch):
+    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
-    def starting(self, run, parts):
+    def starting(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
         if (getattr(bar, "ncols", None) or 1) < 1:  # a terminal without columns, as a notebook's may be
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
@@ -68,7 +69,7 @@ class Extra(extras.Extra):
             start_trackers(run.accelerator, run.config)
             self._trackers = run.accelerator.trackers
 
-    def recorded(self, run, kind, step, values):
+    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "train":
             from train.extras.report.machine import progress_text
 
@@ -77,7 +78,7 @@ class Extra(extras.Extra):
             prefix = values.get("split", kind)
             run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
 
-    def finished(self, run, parts, summary):
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         outputs, own = run.outputs, run.config.of(Options)
         if not outputs.is_main:
             return

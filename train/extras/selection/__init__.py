@@ -6,12 +6,20 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.config import option
+from train.config import Config, option
 from train.figures import read_metrics
+from train.launch import Launch
 from train.records import Evaluation, Progress, Run, UsageError, UserError, one_line
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from train.batching import Batches
+    from train.data import PreparedData
+    from train.state import TrainingState
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
 
@@ -31,12 +39,12 @@ class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
 
-    def check(self, config, launch):
+    def check(self, config: Config, launch: Launch) -> None:
         asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
         if asked and config.output.eval_every_steps is None:
             raise UsageError(f"{asked[0]} needs eval_every_steps: without it only the last step is evaluated.")
 
-    def change_data(self, run, data):
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
         names = run.config.of(Options).metrics
         if names and not (data.task.labelled and len(data.label_names) > 1):
@@ -44,7 +52,7 @@ class Extra(extras.Extra):
         self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
 
-    def prepared(self, run, data, batches):
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         """Raises UserError for a metric that the task does not have, before training."""
         import numpy as np
 
@@ -72,7 +80,7 @@ class Extra(extras.Extra):
                 found = own | run.extras.merged("metrics", run, data, "validation", one)
             self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
-    def metrics(self, run, data, split, table):
+    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         """Those asked for by name; ``data``: which validation data the others are of."""
         found: dict[str, Any] = {"data": self._data} if split == "validation" else {}
         for metric in self._further:
@@ -80,7 +88,7 @@ class Extra(extras.Extra):
             found |= metric.compute(predictions=predictions, references=references) or {}
         return found
 
-    def evaluated(self, run, progress, evaluation):
+    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
         if isinstance(found := evaluation.metrics.get(self._metric), list | dict | str | None):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
@@ -94,7 +102,7 @@ class Extra(extras.Extra):
             return progress
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
-    def resumed(self, run, progress):
+    def resumed(self, run: Run, progress: Progress) -> Progress:
         """``progress`` with the evaluation after its step, if the log has one that the checkpoint does not.
 
         The best step is dropped if it can no longer be compared with others, or no longer be loaded.
@@ -116,11 +124,11 @@ class Extra(extras.Extra):
         metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
         return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
 
-    def ends_early(self, run, progress):
+    def ends_early(self, run: Run, progress: Progress) -> bool:
         patience = run.config.of(Options).early_stopping_patience
         return patience is not None and progress.evaluations_without_improvement >= patience
 
-    def keep(self, run, kept, progress):
+    def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """The best step, too; if its checkpoint could not be written, the best of those that are there."""
         is_there = (best := progress.best_step) is None or best in run.outputs.steps()
         return kept | {best or 0, *(() if is_there else self._best_first(run)[:1])}
@@ -131,14 +139,14 @@ class Extra(extras.Extra):
         known = {r["step"]: r[name] for r in rows if r.get("data") == self._data and r.get(name) is not None}
         return sorted((step for step in known if step in there), key=lambda step: known[step], reverse=self._grows)
 
-    def finishing(self, run, state, progress):
+    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         if self.ends_early(run, progress):
             number = progress.evaluations_without_improvement
             run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
         if (chosen := self.final_step(run, progress)) is not None:
             run.outputs.note(f"final/ has the best weights, of step {chosen}")
 
-    def final_step(self, run, progress):
+    def final_step(self, run: Run, progress: Progress) -> int | None:
         """The best whose checkpoint is intact; a note on those that are not. UserError where one cannot be read now."""
         from train.checkpoint import verify
 
