@@ -122,11 +122,13 @@ def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting_if_asked(recipe:
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
 
 
-def test_a_function_that_gives_each_rank_other_data_is_told(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_function_that_gives_each_rank_other_data_is_told(split: str, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "from_a_set.py").write_text(
         "import os, datasets\n\ndef documents(config):\n"
-        "    texts = [f'document {number}' for number in range(50)][:: -1 if os.environ['RANK'] == '1' else 1]\n"
-        "    return datasets.Dataset.from_dict({'text': texts})\n"
+        "    texts = [f'document {number}' for number in range(50)]\n"
+        "    splits = {name: datasets.Dataset.from_dict({'text': texts}) for name in ('train', 'validation', 'test')}\n"
+        f"    return splits | {{'{split}': splits['{split}'].select(range(50)[:: -1 if os.environ['RANK'] == '1' else 1])}}\n"
     )
     words = ("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run")
     done = forked(*words, "--dataset", f"{tmp_path}/from_a_set.py:documents", env=ENVIRONMENT)

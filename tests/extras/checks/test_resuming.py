@@ -63,15 +63,26 @@ def test_code_that_has_changed_is_told_and_does_not_stop_the_run(tmp_path: Path)
     (tmp_path / "my_model.py").write_text("scale = -3.0\n")
     Extra().check_identity(run, FOLDER, Extra().identity(run, data), first)
     [line] = run.outputs.notes
-    assert line == "WARNING: code of the task or the model has changed since step-00000001 was written"
+    assert (
+        line
+        == "WARNING: code of the task or the model, or its config.json, has changed since step-00000001 was written"
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [("optimizer", "sgd"), ("global_batch_size", 4)])
+def test_a_models_config_json_that_has_changed_is_told(tmp_path: Path) -> None:
+    config = Config().changed(model=str(tmp_path), tokenizer="bytes")
+    run, data = run_for(config), replace(causal_data(config, [4]), tokenizer=tokenizer_of("bytes"))
+    digests = []
+    for activation in "silu", "silu", "relu":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": activation}))
+        digests.append(Extra().identity(run, data)["code"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("optimizer", "sgd"), ("global_batch_size", 4), ("adapter", "lora")])
 def test_what_the_remaining_steps_cannot_be_made_with_is_refused_even_if_changes_are_allowed(
     name: str, value: Any
 ) -> None:
-    said = (
-        rf"\(seed: .*; {name}: was {IDENTITY[name]!r}, is {value!r}\)\. .* --resume never to start from scratch here\.$"
-    )
+    said = rf"\(seed: .*.*{name}: was {IDENTITY.get(name)!r}, is {value!r}.*\)\. .* --resume never to start from scratch here\.$"
     with pytest.raises(UserError, match=said):
         compare(FOLDER, {**IDENTITY, name: value, "seed": 7}, IDENTITY, allow_changes=True)

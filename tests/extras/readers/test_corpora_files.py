@@ -841,7 +841,9 @@ def test_a_saved_dataset_that_changes_is_known_as_another(tmp_path: Path) -> Non
 def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
     saved(x=[{"text": f"t{i}"} for i in range(10)])["x"].save_to_disk(tmp_path / "s")
     assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
-    assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).splits["validation"].num_rows == 10
+    saved(x=[{"text": "v"}])["x"].save_to_disk(tmp_path / "v")
+    assert load(tmp_path / "s", validation_dataset=str(tmp_path / "v")).splits["validation"].num_rows == 1
+    assert "s would be trained on, too" in message(tmp_path / "s", validation_dataset=str(tmp_path / "s"))
     assert "no column 'body'; the columns are text" in message(tmp_path / "s", text_column="body")
 
 

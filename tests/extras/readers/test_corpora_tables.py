@@ -141,7 +141,8 @@ def test_a_blank_label_is_none(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "own")
     with pytest.raises(UserError, match="row 1: no label"):
         load(True, dataset=str(tmp_path / "own"))
-    corpus = load(True, dataset=str(tmp_path / "own"), on_bad_record="skip", validation_dataset=str(tmp_path / "own"))
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "held")
+    corpus = load(True, dataset=str(tmp_path / "own"), on_bad_record="skip", validation_dataset=str(tmp_path / "held"))
     assert corpus.splits["train"]["label"][:] == ["x"]
     assert any("skipped 2 bad records" in note for note in corpus.notes)
     assert any("skipped 1 empty document" in note for note in corpus.notes)
@@ -219,3 +220,20 @@ def test_offline_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["two words", "user/na:me", "?"])
 def test_a_name_that_cannot_be_on_the_hub(name: str) -> None:
     assert "not a name on the Hub" in message(dataset=name)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "arrow", "pandas"])
+def test_the_format_that_a_dataset_was_saved_with_does_not_change_it(kind: str, tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"text": list("abcdef"), "label": [0, 5, 7] * 2, "more": [[1.0]] * 6})
+    table.with_format(kind).save_to_disk(tmp_path / "own")
+    corpus = load(True, dataset=str(tmp_path / "own"))
+    assert sorted(sum((split[:]["label"] for split in corpus.splits.values()), [])) == [0, 0, 5, 5, 7, 7]
+    assert sorted(sum((split[:]["text"] for split in corpus.splits.values()), [])) == list("abcdef")
+
+
+def test_nul_bytes_and_one_column_for_both_are_refused(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"text": ["a", "b\0c"], "label": ["x", "y"]})
+    table.save_to_disk(tmp_path / "own")
+    assert "own[train], row 1: a NUL byte in its text" in message(dataset=str(tmp_path / "own"))
+    said = message(True, dataset=str(tmp_path / "own"), label_column="text")
+    assert said == "--label_column text: it is the column of the text, too. Give another."

@@ -30,7 +30,7 @@ def returned(tmp_path: Path, body: str, labelled: bool = False, **options: Any) 
         ("['a', 'b']", "returned list: return a 🤗 Dataset"),
         (
             "{'validation': Dataset.from_dict({'text': ['a']})}",
-            "returned dict: return .* dict of them: train, validation, test",
+            "returned dict without train: return .* dict of them: train, validation, test",
         ),
         ("{'train': ['a']}", "returned dict"),
         ("Dataset.from_dict({'body': ['a']})", r"the train split has no column 'text', only \['body'\]"),

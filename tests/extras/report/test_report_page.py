@@ -232,10 +232,25 @@ def test_hardware_and_precision_are_in_the_sentence(precision: str):
 
 
 def test_confusion_matrix_shows_counts():
-    row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "confusion_matrix": [[3, 1], [0, 0]]}
-    html = _page({"label_names": ["cat", "<dog>"]}, [row])
+    """Of ``final/``, which may hold an earlier step than the last that was evaluated."""
+    row = {
+        "kind": "evaluation",
+        "step": 9,
+        "split": "validation",
+        "accuracy": 0.1,
+        "confusion_matrix": [[8, 8], [8, 8]],
+    }
+    result = {"validation": {"confusion_matrix": [[7, 7], [7, 7]]}, "test": {"confusion_matrix": [[3, 1], [0, 0]]}}
+    html = _page({"label_names": ["cat", "<dog>"], "final_step": 5, "result": result}, [row])
+    assert "<td>cat</td><td>8</td>" not in html
     assert '<th scope="col">true class, test</th><th scope="col">cat</th><th scope="col">&lt;dog&gt;</th>' in html
     assert "<td>cat</td><td>3</td><td>1</td>" in html and "<td>&lt;dog&gt;</td><td>0</td><td>0</td>" in html
+
+
+def test_losses_of_other_validation_data_are_not_compared():
+    other = {"kind": "evaluation", "step": 10, "split": "validation", "loss": 9.875, "data": "1234"}
+    text = " ".join(_Outline(_page({}, [other, *METRICS])).text.split())
+    assert "from 4.000 to 3.500" in text and "9.875" not in text
 
 
 def test_a_row_written_twice_counts_once():

@@ -84,8 +84,9 @@ class Extra(extras.Extra):
         from train.extras.checks.documents import describe
         from train.extras.digests import examples_digest
 
-        self._data = examples_digest(data.examples["train"])
-        if len(set(exchange((self._data, examples_digest(data.examples["validation"]))))) > 1:
+        digests = {split: examples_digest(examples) for split, examples in data.examples.items()}
+        self._data = digests["train"]
+        if any(others != digests for others in exchange(digests)):
             raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
 
@@ -115,7 +116,7 @@ class Extra(extras.Extra):
         from train.extras.digests import code_digest, tokenizer_digest
 
         values, own = to_values(run.config), run.config.architecture
-        function = own.name.rpartition(":")[0] if own.is_function else ""
+        source = own.name.rpartition(":")[0] if own.is_function else f"{own.model}/config.json"
         same = ("mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         return {
             "task": data.task.name,
@@ -124,7 +125,7 @@ class Extra(extras.Extra):
             "training data": self._data,
             "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
             "mixed_precision": run.accelerator.mixed_precision,
-            "code": code_digest(type(data.task).__module__, function),
+            "code": code_digest(type(data.task).__module__, source),
         }
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -133,9 +134,10 @@ class Extra(extras.Extra):
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
         changed = [name for name in differ if name != "code"]
         if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
-            run.outputs.note(f"WARNING: code of the task or the model has changed since {checkpoint} was written")
+            what = "code of the task or the model, or its config.json,"
+            run.outputs.note(f"WARNING: {what} has changed since {checkpoint} was written")
         # Steps of another optimizer or batch would not continue those that are made, whatever is allowed.
-        is_fixed = not {"optimizer", "global_batch_size"}.isdisjoint(changed)
+        is_fixed = not {"optimizer", "global_batch_size", "adapter"}.isdisjoint(changed)
         if changed and (is_fixed or not run.config.of(Options).allow_changes_on_resume):
             lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
             allowed = "" if is_fixed else ", or --allow_changes_on_resume to continue with the new ones"

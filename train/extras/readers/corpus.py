@@ -36,11 +36,16 @@ def load_corpus(data: Source) -> Corpus:
     """
     if data.dataset_options is not None:
         data.notes.append("dataset_options: only a function takes them, so they are left out")
+    if data.labelled and data.text_column == data.label_column:
+        raise UserError(f"--label_column {data.label_column}: it is the column of the text, too. Give another.")
     splits = _load(data)
     if data.validation_dataset is not None:
         if not Path(data.validation_dataset).exists():
             raise UserError(f"--validation_dataset {data.validation_dataset}: no such file or folder.")
         splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
+        train, held = ({f["filename"] for f in splits[name].cache_files} for name in ("train", "validation"))
+        if not train.isdisjoint(held):  # of saved datasets; a file is found before
+            raise UserError(f"--validation_dataset {data.validation_dataset} would be trained on, too. Give another.")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     splits["train"] = _limit(splits["train"], data.max_train_samples)
@@ -74,7 +79,8 @@ def load_returned(config: Config, data: Source) -> Corpus:
     name = f"dataset {data.dataset!r}"
     if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
         give = "return a 🤗 Dataset (Dataset.from_list(rows) makes one), or a dict of them: train, validation, test"
-        raise UserError(f"{name} returned {type(found).__name__}: {give}.")
+        lacking = " without train" if isinstance(found, dict) and "train" not in found else ""
+        raise UserError(f"{name} returned {type(found).__name__}{lacking}: {give}.")
     if unknown := splits.keys() - set(SPLITS):
         raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
     for split, documents in splits.items():

@@ -119,7 +119,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         raise RecordError(f"not a JSON object but {type(record).__name__}")
     for column in (text_column, label_column):
         if column is not None and column not in record:
-            names = ", ".join(f"{name!s:.40}" for name in record)
+            names = ", ".join(f"{name if name == name.strip() else repr(name)!s:.40}" for name in map(str, record))
             raise RecordError(f"no column {column!r}; the columns are {names or 'none'}. {NAME_COLUMNS}")
     if not isinstance(text := record[text_column], str):
         raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")

@@ -81,9 +81,9 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
         known = ", ".join(table.column_names)
         raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
     contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
-    table = table.select_columns(list(names)).rename_columns(names)
+    table = table.with_format(None).select_columns(list(names)).rename_columns(names)
     if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
-        values: Any = table.with_format(None)["label"][:]  # 1, 1.0 and true are the class 1, as in files
+        values: Any = table["label"][:]  # 1, 1.0 and true are the class 1, as in files
         texts = [str(v if v % 1 else int(v)) if v is not None and v % 1 >= 0 else None for v in values]
         table = table.remove_columns("label").add_column("label", texts)  # pyright: ignore[reportCallIssue]
     # The one that a dataset was saved with need not stand for its content.
@@ -116,6 +116,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
             blank = compute.equal(compute.utf8_trim_whitespace(label.cast("large_string")), "")  # pyright: ignore
             lacks_label = compute.or_kleene(lacks_label, blank)  # pyright: ignore
         found = compute.if_else(lacks_label, "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
+        found = compute.if_else(compute.match_substring(text, "\0"), "a NUL byte in its text", found)  # pyright: ignore
         problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
     settle(bad, len(table), data, what)

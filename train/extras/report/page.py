@@ -28,6 +28,8 @@ def page(
 
     ``summary`` is as in ``summary.json``, ``metrics`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
     """
+    data = {row["split"]: row.get("data") for row in metrics if row["kind"] == "evaluation"}  # of the last
+    metrics = [row for row in metrics if "split" not in row or row.get("data") in (None, data[row["split"]])]
     latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]
@@ -40,7 +42,7 @@ def page(
         section_html("Curves", figures_html(charts(metrics, summary))),
         section_html("Peak memory by phase, and the highest by kind", facts_html(sizes)),
         section_html("Evaluations", _evaluations(evaluations)),
-        section_html("Confusions", _confusions(evaluations, summary.get("label_names") or ())),
+        section_html("Confusions", _confusions(summary)),
         section_html("Sample", sample and f'<div class="box"><pre>{escape(sample)}</pre></div>'),
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
         section_html("Configuration", f'<details class="box">{settings}<pre>{escape(dump(config))}</pre></details>'),
@@ -141,10 +143,11 @@ def _evaluations(evaluations: Sequence[Row]) -> str:
     return _table([name.replace("_", " ") for name in names], rows)
 
 
-def _confusions(evaluations: Sequence[Row], labels: Sequence[Any]) -> str:
-    """The last evaluation's matrix, a row per true class; empty for more than 100 classes."""
-    last = evaluations[-1] if evaluations else {}
-    names = {index: str(label) for index, label in enumerate(labels)}
-    matrix: Sequence[Any] = last.get("confusion_matrix") or ()
+def _confusions(summary: Mapping[str, Any]) -> str:
+    """The matrix of ``final/`` on the test split, or else the validation split, a row per true class; up to 100."""
+    result: dict[str, Any] = {"": {}} | (summary.get("result") or {})
+    split, metrics = list(result.items())[-1]
+    names = {index: str(label) for index, label in enumerate(summary.get("label_names") or ())}
+    matrix: Sequence[Any] = metrics.get("confusion_matrix") or ()
     rows = [[names.get(true, str(true)), *counts] for true, counts in enumerate(matrix)]
-    return _table([f"true class, {last.get('split')}", *(row[0] for row in rows)], rows)
+    return _table([f"true class, {split}", *(row[0] for row in rows)], rows)

@@ -38,6 +38,8 @@ class Options:
 class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
+    _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
+    _ended: tuple[int, int] | None = None  # of a run that is evaluated on other data: its last step, and final/'s
 
     def check(self, config: Config, launch: Launch) -> None:
         asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
@@ -67,11 +69,13 @@ class Extra(extras.Extra):
         if options.load_best_model_at_end or options.early_stopping_patience:
             best = f"{'highest' if self._grows else 'lowest'} {self._metric}"
             run.outputs.note(f"best: the {best} of the validation split")
-        self._data = examples_digest(examples["validation"])
+        self._digests = {split: examples_digest(own) for split, own in examples.items() if split != "train"}
+        self._data = self._digests["validation"]
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
-            known = run.outputs.earlier_summary.get("result", {}).get("validation", {})
-            if known.get("data", self._data) != self._data:  # a run that is done is evaluated again, on these
-                run.outputs.earlier_summary = {}
+            self._earlier = run.outputs.earlier_summary
+            known = self._earlier.get("result")
+            if known and any(known.get(split, {}).get("data") != own for split, own in self._digests.items()):
+                run.outputs.earlier_summary = {}  # a run that is done is evaluated again, on these
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
         if self._metric != "loss":  # which every task has
             one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
@@ -81,8 +85,8 @@ class Extra(extras.Extra):
             self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
-        """Those asked for by name; ``data``: which validation data the others are of."""
-        found: dict[str, Any] = {"data": self._data} if split == "validation" else {}
+        """Those asked for by name; ``data``: which examples the others are of."""
+        found: dict[str, Any] = {"data": self._digests[split]} if split in self._digests else {}
         for metric in self._further:
             predictions, references = table[:, 4:6].T.astype(int)
             found |= metric.compute(predictions=predictions, references=references) or {}
@@ -94,6 +98,10 @@ class Extra(extras.Extra):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
             whose = "metric_for_best" if run.config.of(Options).metric_for_best else "default_metric of the task"
             raise UserError(f"{whose}: {self._metric!r} is not among this task's metrics: {known}.")
+        if self._ended and progress.step == self._ended[0]:
+            return progress
+        if progress.best_of not in (None, self._best_of):  # after it ended, steps were added
+            progress = replace(progress, best_metric=None, best_step=None, evaluations_without_improvement=0)
         value, best = float(found), progress.best_metric
         is_better = best is None or (value > best if self._grows else value < best)
         in_vain = progress.evaluations_without_improvement + 1
@@ -109,7 +117,11 @@ class Extra(extras.Extra):
         """
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
-        if best is not None and (is_gone or progress.best_of != self._best_of):
+        earlier, is_again = outputs.from_main(lambda: (self._earlier, not outputs.earlier_summary))
+        is_other = progress.best_of not in (None, self._best_of)
+        if (is_other or is_again) and earlier.get("steps") == progress.step:
+            self._ended = progress.step, earlier["final_step"]
+        elif best is not None and (is_gone or is_other):
             reason = f"it was chosen by {progress.best_of}; metric or validation data have changed: {self._best_of}"
             reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
             outputs.note(f"the best step so far, {best}, cannot be used ({reason}): the search for it starts again")
@@ -145,12 +157,22 @@ class Extra(extras.Extra):
             run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
         if (chosen := self.final_step(run, progress)) is not None:
             run.outputs.note(f"final/ has the best weights, of step {chosen}")
+        elif progress.best_step is None and run.config.of(Options).load_best_model_at_end and not self._ended:
+            run.outputs.note(f"{self._metric} was never a number: final/ has the last weights")
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         """The best whose checkpoint is intact; a note on those that are not. UserError where one cannot be read now."""
         from train.checkpoint import verify
 
         outputs, best = run.outputs, progress.best_step
+        if self._ended and progress.step == self._ended[0]:  # its model stays
+            chosen = self._ended[1]
+            folder = outputs.checkpoints / f"step-{chosen:08d}"
+            if not outputs.is_complete(progress.step, chosen) and (why := outputs.from_main(lambda: verify(folder))):
+                raise UserError(
+                    f"final/, of step {chosen}, is evaluated from its checkpoint, which is not there: {why}."
+                )
+            return chosen if chosen != progress.step else None
         if best is None or not run.config.of(Options).load_best_model_at_end:
             return None
 
