@@ -128,7 +128,8 @@ def test_a_function_that_gives_each_rank_other_data_is_told(split: str, recipe: 
         "import os, datasets\n\ndef documents(config):\n"
         "    texts = [f'document {number}' for number in range(50)]\n"
         "    splits = {name: datasets.Dataset.from_dict({'text': texts}) for name in ('train', 'validation', 'test')}\n"
-        f"    return splits | {{'{split}': splits['{split}'].select(range(50)[:: -1 if os.environ['RANK'] == '1' else 1])}}\n"
+        "    order = range(50)[:: -1 if os.environ['RANK'] == '1' else 1]\n"
+        f"    return {{**splits, '{split}': splits['{split}'].select(order)}}\n"
     )
     words = ("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run")
     done = forked(*words, "--dataset", f"{tmp_path}/from_a_set.py:documents", env=ENVIRONMENT)

@@ -74,7 +74,7 @@ def test_a_models_config_json_that_has_changed_is_told(tmp_path: Path) -> None:
     run, data = run_for(config), replace(causal_data(config, [4]), tokenizer=tokenizer_of("bytes"))
     digests = []
     for activation in "silu", "silu", "relu":
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": activation}))
+        (tmp_path / "config.json").write_text(f'{{"hidden_act": "{activation}"}}')
         digests.append(Extra().identity(run, data)["code"])
     assert digests[0] == digests[1] != digests[2]
 
@@ -83,6 +83,6 @@ def test_a_models_config_json_that_has_changed_is_told(tmp_path: Path) -> None:
 def test_what_the_remaining_steps_cannot_be_made_with_is_refused_even_if_changes_are_allowed(
     name: str, value: Any
 ) -> None:
-    said = rf"\(seed: .*.*{name}: was {IDENTITY.get(name)!r}, is {value!r}.*\)\. .* --resume never to start from scratch here\.$"
+    said = rf".*{name}: was {IDENTITY.get(name)!r}, is {value!r}.* --resume never to start from scratch here\.$"
     with pytest.raises(UserError, match=said):
         compare(FOLDER, {**IDENTITY, name: value, "seed": 7}, IDENTITY, allow_changes=True)
