@@ -241,14 +241,19 @@ class Extra(extras.Extra):
                 show_error(f"the work after the last step has failed. {self._how_to_resume()}")
             return None
         shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
-        where = error.filename or self._config.output.output_dir
-        return f"{where} cannot be written: {error.strerror}. {self._how_to_resume()}"
+        where, elsewhere = error.filename or self._config.output.output_dir, ""
+        if not self._is_own(error) and error.filename:
+            elsewhere = " Libraries keep their files where HF_HOME and TMPDIR say."
+        return f"{where} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
 
     def _could_not_write(self, error: OSError) -> bool:
-        """Whether a file of this run could not be written; others than its own are only read. A sync names no file."""
+        """Whether a file of this run could not be written; others than its own are only read."""
+        return error.errno in FULL or (self._is_own(error) and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
+
+    def _is_own(self, error: OSError) -> bool:
+        """Whether ``error`` is about a file of this run; a sync names none."""
         folder, name = Path(self._config.output.output_dir).resolve(), error.filename
-        is_own = folder in Path(name).resolve().parents if isinstance(name, str) else self._is_trained
-        return error.errno in FULL or (is_own and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
+        return folder in Path(name).resolve().parents if isinstance(name, str) else self._is_trained
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""
