@@ -68,7 +68,7 @@ class StopAtOnce(BaseException):  # not an Exception: libraries that it passes t
 
 def one_line(error: object, limit: int = 500) -> str:
     """What ``error`` says, for the middle of a message."""
-    said = repr(error) if isinstance(error, LookupError) else str(error)  # of a KeyError only the key
+    said = repr(error) if isinstance(error, KeyError) else str(error)  # which is only the key
     return " ".join(said.split())[:limit]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 ROWS_AT_ONCE = 64  # of long sequences
+LIBRARY = sysconfig.get_path("stdlib")
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 
 
@@ -40,15 +41,13 @@ def code_digest(*names: str) -> str:
     """
     own = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
     folders = {file.resolve().parent for file in own if file.is_file()}
-    loaded = {
-        Path(file).resolve(): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", ""))
-    }
-    library = Path(sysconfig.get_path("stdlib")).resolve()
+    loaded = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
+    users = {n: Path(f).resolve() for n, f in loaded.items() if "-packages" not in f and not f.startswith(LIBRARY)}
     near = [
         file
-        for file, name in loaded.items()
-        if not folders.isdisjoint(file.parents) and (not name.startswith("train.") or file.parent in folders)
-        if name != "__main__" and "-packages" not in str(file) and library not in file.parents
+        for name, file in users.items()
+        if name != "__main__" and not folders.isdisjoint(file.parents) and file.is_file()
+        if not name.startswith("train.") or file.parent in folders
     ]
     parts = sorted({file.read_bytes() if file.is_file() else str(file).encode() for file in (*own, *near)})
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(recipe: Path,
     words = ["--config", str(recipe), "--output_dir", str(tmp_path / "run"), "--num_epochs", "9999"]
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.execv(sys.executable, [sys.executable, str(ROOT / "train/main.py"), *words])
     shown = b""
     while not re.search(rb" [1-9]\d*/\d+ \[", shown):  # the bar, after a step or more

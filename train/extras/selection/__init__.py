@@ -12,7 +12,7 @@ from train import extras
 from train.config import Config, option
 from train.figures import read_metrics
 from train.launch import Launch
-from train.records import Evaluation, Progress, Run, UsageError, UserError, one_line
+from train.records import Evaluation, Parts, Progress, Run, UsageError, UserError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,7 @@ class Options:
 class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
+    _total_steps = 0
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
     _ended: tuple[int, int] | None = None  # of a run that is evaluated on other data: its last step, and final/'s
 
@@ -100,8 +101,6 @@ class Extra(extras.Extra):
             raise UserError(f"{whose}: {self._metric!r} is not among this task's metrics: {known}.")
         if self._ended and progress.step == self._ended[0]:
             return progress
-        if progress.best_of not in (None, self._best_of):  # after it ended, steps were added
-            progress = replace(progress, best_metric=None, best_step=None, evaluations_without_improvement=0)
         value, best = float(found), progress.best_metric
         is_better = best is None or (value > best if self._grows else value < best)
         in_vain = progress.evaluations_without_improvement + 1
@@ -109,6 +108,9 @@ class Extra(extras.Extra):
         if math.isnan(value) or not is_better:
             return progress
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        self._total_steps = parts.total_steps
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
         """``progress`` with the evaluation after its step, if the log has one that the checkpoint does not.
@@ -119,7 +121,8 @@ class Extra(extras.Extra):
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         earlier, is_again = outputs.from_main(lambda: (self._earlier, not outputs.earlier_summary))
         is_other = progress.best_of not in (None, self._best_of)
-        if (is_other or is_again) and earlier.get("steps") == progress.step:
+        is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
+        if is_over and (is_other or is_again) and earlier.get("steps") == progress.step:
             self._ended = progress.step, earlier["final_step"]
         elif best is not None and (is_gone or is_other):
             reason = f"it was chosen by {progress.best_of}; metric or validation data have changed: {self._best_of}"
