@@ -373,7 +373,7 @@ def _little_host_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [OFFLOAD, HOST_UPDATES])
 def test_too_little_host_memory_is_not_taken_for_a_full_card(train: Train, flags: tuple[str, ...]) -> None:
-    ran = train("run", *flags, before=_little_host_memory, ends=EXIT_ERROR)
+    ran = train("run", "--rehearse", "False", *flags, before=_little_host_memory, ends=EXIT_ERROR)
     assert "Main memory (RAM) was full" in ran.said and "of GPU" not in ran.said
     assert f"{flags[-2]} False" in ran.said
 

@@ -160,7 +160,7 @@ if __name__ == "__main__":
     for number, name in (1, "stdout"), (2, "stderr"):  # on Windows a file may lack a character of a model's text
         if getattr(sys, name) is None:  # it is closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, os.fdopen(number, "w"))
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
         getattr(sys, name).reconfigure(errors="backslashreplace")
     status = main()
     for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now

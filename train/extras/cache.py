@@ -1,7 +1,5 @@
 """What 🤗 Datasets keeps on disk, checked before it is used: data that is tokenised, packed or read only once."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging
@@ -17,7 +15,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from train.checkpoint import digest
-from train.extras.digests import code_digest, tokenizer_digest
+from train.extras.digests import task_digest, tokenizer_digest
 from train.figures import write_whole
 from train.records import UserError
 from train.tasks import Task
@@ -50,8 +48,10 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, finge
 def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
     """A fingerprint of the examples that ``task`` makes of ``documents``, and the prefix of their cache files."""
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    source = code_digest(*(cls.__module__ for cls in type(task).__mro__ if issubclass(cls, Task)))  # a fork changes it
-    recipe = f"{source} {type(task).__name__} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
+    recipe = (
+        f"{task_digest(type(task))} {type(task).__name__} {settings} {list(label_names)}"  # a fork changes the source
+    )
+    recipe += tokenizer_digest(tokenizer)
     known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
     return known, Path(config.HF_DATASETS_CACHE, f"examples-{known}")
 

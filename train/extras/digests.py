@@ -1,11 +1,10 @@
 """Digests that identify data and tokenizers."""
 
-from __future__ import annotations
-
+import functools
 import hashlib
 import json
+import re
 import sys
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +13,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from train.tasks import Task
+
 ROWS_AT_ONCE = 64  # of long sequences
-LIBRARY = sysconfig.get_path("stdlib")
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 
 
@@ -35,22 +35,25 @@ def examples_digest(examples: datasets.Dataset) -> str:
 
 
 def code_digest(*names: str) -> str:
-    """Of the files of imported modules or, by path, of others; a name that stands for no file counts as it is.
-
-    What else is loaded from their folders counts, too, as they may have imported it; Python and its packages do not.
-    """
-    own = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
-    folders = {file.resolve().parent for file in own if file.is_file()}
-    loaded = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
-    users = {n: Path(f).resolve() for n, f in loaded.items() if "-packages" not in f and not f.startswith(LIBRARY)}
-    near = [
-        file
-        for name, file in users.items()
-        if name != "__main__" and not folders.isdisjoint(file.parents) and file.is_file()
-        if not name.startswith("train.") or file.parent in folders
-    ]
-    parts = sorted({file.read_bytes() if file.is_file() else str(file).encode() for file in (*own, *near)})
+    """Of the files of imported modules or, by path, of others; a name that stands for no file counts as it is."""
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
+    parts = [file.read_bytes() if file.is_file() else str(file).encode() for file in files]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+@functools.cache  # asked before the first document is cut, which may import more
+def task_digest(task: type[Task]) -> str:
+    """Of the files of a task's classes, and of what else is loaded from their folders: they may have imported it."""
+    classes = [cls.__module__ for cls in task.__mro__ if issubclass(cls, Task)]
+    folders = {Path(str(sys.modules[name].__file__)).parent for name in classes}
+    loaded = {name: Path(vars(module).get("__file__") or "") for name, module in list(sys.modules.items())}
+    near = [
+        name
+        for name, file in loaded.items()
+        if not folders.isdisjoint(file.parents) and not re.search("(site|dist)-packages", str(file)) and file.is_file()
+        if (not name.startswith("train.") or file.parent in folders) and not name.startswith(("__main__", "dataset_of"))
+    ]
+    return code_digest(*classes, *sorted({str(loaded[name]) for name in near}))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -1,7 +1,5 @@
 """Host memory: how much of it a process may still take, which errors say it is full, copies to and from a device."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence

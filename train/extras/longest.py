@@ -1,7 +1,5 @@
 """The micro-batches that may take most memory, whatever step they belong to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

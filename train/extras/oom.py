@@ -4,8 +4,6 @@ All figures are read from the wording of torch's CUDA allocator (c10/cuda/CUDACa
 on); other messages give at most the size that was asked for.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -13,9 +14,11 @@ from unittest.mock import patch
 
 import psutil  # comes with accelerate
 import torch
+from accelerate import init_empty_weights
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from train import checkpoint
 from train.batching import arithmetic_of, load
 from train.config import Config
 from train.data import PreparedData
@@ -33,6 +36,7 @@ from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
 from train.model import build_network
 from train.records import MicroBatch, Parts, Run, UserError, column
+from train.tasks import stored_config
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
@@ -126,29 +130,34 @@ class MemorySession:
             self._asked = self._jobs(self._run.config)
             if self._predicts:
                 self._predictor.ask(self._asked[0])
-        self._run.outputs.from_main(self._refuse_weights)
+        if self._own.rehearse and sys.platform == "linux":  # elsewhere swap grows as it is needed
+            checkpoint.together(self._refuse_weights)
 
     def _refuse_weights(self) -> None:
-        """Raises UserError if main memory has no room for the weights: the system would kill the run, without a word.
+        """Raises UserError if host memory has no room for the weights: the system would kill the run, and say nothing.
 
-        They are loaded, or made, there before they go to a card; but in 4 bits onto it at once.
+        They are loaded or made there first. Those that are quantized, or have the type already in their file, are not.
         """
-        run, data, needed = self._run, self._data, 0
-        if not run.config.architecture.is_function and run.config.get("adapter") != "qlora":
-            with suppress(Exception), torch.device("meta"):  # what cannot be built so a run finds out by itself
-                network = build_network(run, type(data.task), data.tokenizer, data.label_names, has_weights=False)
-                needed = sum(parameter.nbytes for parameter in network.parameters())
+        run, data, own, needed = self._run, self._data, self._run.config.architecture, 0
+        if not own.is_function and run.config.get("adapter") != "qlora":
+            with suppress(Exception), init_empty_weights():  # if this fails, the real build reports why
+                network: Any = build_network(run, type(data.task), data.tokenizer, data.label_names, has_weights=False)
+                stored: Any = stored_config(own) if own.model else None
+                is_mapped = stored is not None and stored.dtype == getattr(torch, own.dtype)
+                if not is_mapped and getattr(stored, "quantization_config", None) is None:
+                    needed = sum(parameter.nbytes for parameter in network.parameters())
         if needed > (free := _room_bytes() * (run.launch.world_size if run.accelerator.is_fsdp2 else 1)):
-            remedy = "Give --dtype bfloat16 (half of it), --adapter qlora, or a smaller model"
-            raise UserError(f"the weights take {gib(needed)} of main memory, in which {gib(free)} is free. {remedy}.")
+            remedy = "Give a smaller model, --dtype bfloat16, or --rehearse False to try it"
+            raise UserError(f"host memory: the weights need {gib(needed)}, but {gib(free)} is free. {remedy}.")
 
     def _refuse_step(self, weights_bytes: int) -> None:
-        """Raises UserError if main memory has no room for a step on a CPU, next to the weights that are there."""
-        peak, room = self._predicted[0] if self._predicts else 0, _room_bytes() + weights_bytes
-        if peak > room:
-            told = f"the longest step takes {gib(peak)} of main memory by prediction, and {gib(room)} is there for it"
+        """Raises UserError if host memory has no room for a step on a CPU, next to the weights that are there."""
+        peak = self._predicted[0] if self._predicts else 0
+        self._predictor.close()  # which takes memory, too
+        if peak > (room := _room_bytes() + weights_bytes):
+            told = f"host memory: the longest step needs {gib(peak)} by prediction, but {gib(room)} is free for it"
             what_to_do = self.explain(MemoryError()).partition("\n")[2]  # after: Out of memory.
-            raise UserError(f"{told} (--rehearse False tries it).\n{what_to_do}")
+            raise UserError(f"{told}. To try it: --rehearse False.\n{what_to_do}")
 
     @cached_property
     def _predicted(self) -> tuple[int, int, str]:
@@ -163,7 +172,7 @@ class MemorySession:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
-            if self._is_predictable and self._device.type == "cpu":  # a card says itself when it is full
+            if self._is_predictable and self._device.type == "cpu" and sys.platform == "linux":  # a card says so itself
                 weights_bytes = sum(parameter.nbytes for parameter in parts.model.parameters())
                 run.outputs.from_main(lambda: self._refuse_step(weights_bytes))
             longest = longest_of(parts.batches)
@@ -221,7 +230,7 @@ class MemorySession:
 
 
 def _room_bytes() -> int:
-    """Main memory that this process may fill before the system kills one."""
+    """Host memory that this process may fill before the system kills one."""
     return free_host_bytes() + psutil.swap_memory().free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

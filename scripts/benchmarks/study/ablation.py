@@ -57,7 +57,7 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     for name, flags_of_it in toggles.items():
         try:
             building.parsed_config([*words, *flags_of_it])
-        except UsageError as error:  # flags that do not go together are a result; a mistyped one is none
+        except UsageError as error:  # flags that do not go together are a result; a misspelt flag is an error
             if re.match("unknown |.* is not valid: ", str(error)):
                 raise UsageError(f"--toggle {name}: {error}") from None
     variants = variants_of(list(toggles), own.design).items()

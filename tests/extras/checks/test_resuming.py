@@ -63,10 +63,8 @@ def test_code_that_has_changed_is_told_and_does_not_stop_the_run(tmp_path: Path)
     (tmp_path / "my_model.py").write_text("scale = -3.0\n")
     Extra().check_identity(run, FOLDER, Extra().identity(run, data), first)
     [line] = run.outputs.notes
-    assert (
-        line
-        == "WARNING: code of the task or the model, or its config.json, has changed since step-00000001 was written"
-    )
+    what = "the code of the task or model, or the model's config.json,"
+    assert line == f"WARNING: {what} has changed since step-00000001 was written"
 
 
 def test_a_models_config_json_that_has_changed_is_told(tmp_path: Path) -> None:

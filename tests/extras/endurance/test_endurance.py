@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> No
         named = extra.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
     start = "There is no checkpoint yet: the same command starts from scratch. A smaller --save_every_steps helps."
     assert found == f"{tmp_path} cannot be written: No space left on device. {start}"
-    elsewhere = "Libraries keep their files where HF_HOME and TMPDIR say."
+    elsewhere = "Set HF_HOME or TMPDIR to a disk with room."
     assert named == f"/data/metrics.jsonl cannot be written: Read-only file system. {elsewhere} {start}"
 
 

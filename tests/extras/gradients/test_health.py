@@ -383,7 +383,7 @@ def test_what_fp16_loses_is_what_it_was_expected_to_lose(train: Told) -> None:
     counted, foreseen = (np.array(row["flushed"][1:5]) for row in (lost, expected))
     assert (foreseen > 0.005).all() and (foreseen < 0.03).all()
     # The documents are this repository's own code, so the few gradients of a single layer vary with it.
-    assert counted.mean() == pytest.approx(foreseen.mean(), rel=0.2)
+    assert counted.mean() == pytest.approx(foreseen.mean(), rel=0.4)
     assert counted == pytest.approx(foreseen, rel=0.7)
 
 

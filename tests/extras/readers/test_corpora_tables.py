@@ -236,4 +236,4 @@ def test_nul_bytes_and_one_column_for_both_are_refused(tmp_path: Path) -> None:
     table.save_to_disk(tmp_path / "own")
     assert "own[train], row 1: a NUL byte in its text" in message(dataset=str(tmp_path / "own"))
     said = message(True, dataset=str(tmp_path / "own"), label_column="text")
-    assert said == "--label_column text: it is the column of the text, too. Give another."
+    assert said == "--label_column text: it is also --text_column. Give another."

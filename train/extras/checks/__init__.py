@@ -134,7 +134,7 @@ class Extra(extras.Extra):
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
         changed = [name for name in differ if name != "code"]
         if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
-            what = "code of the task or the model, or its config.json,"
+            what = "the code of the task or model, or the model's config.json,"
             run.outputs.note(f"WARNING: {what} has changed since {checkpoint} was written")
         # Steps of another optimizer or batch would not continue those that are made, whatever is allowed.
         is_fixed = not {"optimizer", "global_batch_size", "adapter"}.isdisjoint(changed)

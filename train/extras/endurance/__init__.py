@@ -243,7 +243,7 @@ class Extra(extras.Extra):
         shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
         where, elsewhere = error.filename or self._config.output.output_dir, ""
         if not self._is_own(error) and error.filename:
-            elsewhere = " Libraries keep their files where HF_HOME and TMPDIR say."
+            elsewhere = " Set HF_HOME or TMPDIR to a disk with room."
         return f"{where} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
 
     def _could_not_write(self, error: OSError) -> bool:

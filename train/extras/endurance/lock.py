@@ -1,7 +1,5 @@
 """One run in a folder at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -1,7 +1,5 @@
 """Standard output and error that outlive whoever reads them: a pager, a pipe, a terminal that is closed."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -10,7 +8,7 @@ from typing import Any
 
 
 class Lasting(io.FileIO):
-    """A descriptor that leads nowhere from when its reader has ended: the run has not."""
+    """Discards what is written once its reader is gone, so that the run continues."""
 
     def write(self, data: Any) -> int:
         try:
@@ -18,14 +16,19 @@ class Lasting(io.FileIO):
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             return len(data)
 
 
 def outlive_readers() -> None:
-    """Puts such streams in place of this process's own, but not of what stands in for them in a notebook or a test."""
+    """Puts such streams in place of this process's own; what notebooks and tests put there stays."""
     for name in "stdout", "stderr":
         stream: Any = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
-            raw = io.BufferedWriter(Lasting(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+            stream.flush()
+            raw: Any = Lasting(stream.fileno(), "w", closefd=False)
+            buffer = io.BufferedWriter(raw) if hasattr(stream.buffer, "raw") else raw  # python -u has none
+            style: Any = {"line_buffering": True, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **style))

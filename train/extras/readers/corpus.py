@@ -37,7 +37,7 @@ def load_corpus(data: Source) -> Corpus:
     if data.dataset_options is not None:
         data.notes.append("dataset_options: only a function takes them, so they are left out")
     if data.labelled and data.text_column == data.label_column:
-        raise UserError(f"--label_column {data.label_column}: it is the column of the text, too. Give another.")
+        raise UserError(f"--label_column {data.label_column}: it is also --text_column. Give another.")
     splits = _load(data)
     if data.validation_dataset is not None:
         if not Path(data.validation_dataset).exists():
@@ -45,7 +45,7 @@ def load_corpus(data: Source) -> Corpus:
         splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
         train, held = ({f["filename"] for f in splits[name].cache_files} for name in ("train", "validation"))
         if not train.isdisjoint(held):  # of saved datasets; a file is found before
-            raise UserError(f"--validation_dataset {data.validation_dataset} would be trained on, too. Give another.")
+            raise UserError(f"--validation_dataset {data.validation_dataset} is also training data. Give another.")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     splits["train"] = _limit(splits["train"], data.max_train_samples)

@@ -29,7 +29,7 @@ def page(
     ``summary`` is as in ``summary.json``, ``metrics`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
     """
     data = {row["split"]: row.get("data") for row in metrics if row["kind"] == "evaluation"}  # of the last
-    metrics = [row for row in metrics if "split" not in row or row.get("data") in (None, data[row["split"]])]
+    metrics = [row for row in metrics if "split" not in row or row.get("data") in (None, data.get(row["split"]))]
     latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]

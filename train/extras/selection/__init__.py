@@ -40,7 +40,7 @@ class Extra(extras.Extra):
     _further: Sequence[Any] = ()
     _total_steps = 0
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
-    _ended: tuple[int, int] | None = None  # of a run that is evaluated on other data: its last step, and final/'s
+    _ended: tuple[int, int] | None = None  # (last step, step of final/) of a finished run that is evaluated again
 
     def check(self, config: Config, launch: Launch) -> None:
         asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
@@ -74,8 +74,9 @@ class Extra(extras.Extra):
         self._data = self._digests["validation"]
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
             self._earlier = run.outputs.earlier_summary
-            known = self._earlier.get("result")
-            if known and any(known.get(split, {}).get("data") != own for split, own in self._digests.items()):
+            known = self._earlier.get("result", {})
+            others = (known.get(split, {"data": ""}).get("data", own) != own for split, own in self._digests.items())
+            if known and any(others):
                 run.outputs.earlier_summary = {}  # a run that is done is evaluated again, on these
         self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
         if self._metric != "loss":  # which every task has
@@ -117,13 +118,22 @@ class Extra(extras.Extra):
 
         The best step is dropped if it can no longer be compared with others, or no longer be loaded.
         """
+        from train.checkpoint import verify
+
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         earlier, is_again = outputs.from_main(lambda: (self._earlier, not outputs.earlier_summary))
         is_other = progress.best_of not in (None, self._best_of)
         is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
-        if is_over and (is_other or is_again) and earlier.get("steps") == progress.step:
-            self._ended = progress.step, earlier["final_step"]
+        if is_over and (is_other or is_again or is_gone) and earlier.get("steps") == progress.step:
+            self._ended = progress.step, (chosen := earlier.get("final_step", progress.step))
+            outputs.note(f"the run has ended: final/ stays as it is, of step {chosen} (--resume never trains again)")
+            folder = outputs.checkpoints / f"step-{chosen:08d}"
+            if is_again and chosen != progress.step and (why := outputs.from_main(lambda: verify(folder))) is not None:
+                remedy = (
+                    f"Evaluate it with --model {outputs.final} in a run of its own, or load it with from_pretrained"
+                )
+                raise UserError(f"final/ is evaluated from {folder}, which cannot be used: {why}. {remedy}.")
         elif best is not None and (is_gone or is_other):
             reason = f"it was chosen by {progress.best_of}; metric or validation data have changed: {self._best_of}"
             reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
@@ -169,13 +179,7 @@ class Extra(extras.Extra):
 
         outputs, best = run.outputs, progress.best_step
         if self._ended and progress.step == self._ended[0]:  # its model stays
-            chosen = self._ended[1]
-            folder = outputs.checkpoints / f"step-{chosen:08d}"
-            if not outputs.is_complete(progress.step, chosen) and (why := outputs.from_main(lambda: verify(folder))):
-                raise UserError(
-                    f"final/, of step {chosen}, is evaluated from its checkpoint, which is not there: {why}."
-                )
-            return chosen if chosen != progress.step else None
+            return self._ended[1] if self._ended[1] != progress.step else None
         if best is None or not run.config.of(Options).load_best_model_at_end:
             return None
 
