@@ -48,10 +48,8 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, finge
 def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
     """A fingerprint of the examples that ``task`` makes of ``documents``, and the prefix of their cache files."""
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    recipe = (
-        f"{task_digest(type(task))} {type(task).__name__} {settings} {list(label_names)}"  # a fork changes the source
-    )
-    recipe += tokenizer_digest(tokenizer)
+    source = f"{task_digest(type(task))} {type(task).__name__}"  # which a fork changes
+    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
     known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
     return known, Path(config.HF_DATASETS_CACHE, f"examples-{known}")
 

@@ -46,7 +46,8 @@ def task_digest(task: type[Task]) -> str:
     """Of the files of a task's classes, and of what else is loaded from their folders: they may have imported it."""
     classes = [cls.__module__ for cls in task.__mro__ if issubclass(cls, Task)]
     folders = {Path(str(sys.modules[name].__file__)).parent for name in classes}
-    loaded = {name: Path(vars(module).get("__file__") or "") for name, module in list(sys.modules.items())}
+    held = {name: getattr(module, "__dict__", {}) for name, module in list(sys.modules.items())}  # loads no lazy one
+    loaded = {name: Path(names.get("__file__") or "") for name, names in held.items()}
     near = [
         name
         for name, file in loaded.items()

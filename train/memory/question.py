@@ -183,6 +183,8 @@ class Setting(Recompute):
 
 @dataclass(frozen=True)
 class Question:
+    """A configuration on a device."""
+
     config: Config
     device: Device
     vocab_size: int
