@@ -119,8 +119,8 @@ def ways(num_devices: int) -> dict[str, Division]:
     """The launch files compared on ``num_devices``, by name."""
     shared, groups = 8, num_devices // 8  # a sequence, or a layer, belongs to the devices of one node
     return {
-        "`ddp`": Division("ddp", replicas=num_devices, recovers=True),
-        "`ddp`, `--on_oom stop`": Division("ddp", replicas=num_devices),
+        "`ddp`, `--on_oom split`": Division("ddp", replicas=num_devices, recovers=True),
+        "`ddp` (the default)": Division("ddp", replicas=num_devices),
         "`fsdp2`": Division("fsdp2", shards=num_devices),
         "`fsdp2`, sharded within nodes": Division("fsdp2", replicas=groups, shards=shared),
         "`fsdp2_offload`": Division("fsdp2", shards=num_devices, offloads=True),

@@ -134,8 +134,8 @@ def pages_of(arguments: Sequence[str]) -> Path | None:
 
 def _own_flags() -> Parser:
     parser = Parser(
-        prog="scripts/study.py",
-        usage="scripts/study.py --config RECIPE [flags below] [training flags]",
+        prog="scripts/study.py sweep",
+        usage="scripts/study.py sweep --config RECIPE [flags below] [training flags]",
         description=DESCRIPTION,
         epilog="Every flag of the training command line may be given too (train/main.py --help). The data is not read.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
