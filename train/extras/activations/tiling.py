@@ -137,8 +137,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
-        weights = ctx.part.trained()
+        to_hidden, weights = torch.empty_like(tokens), ctx.part.trained()
         sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
         (of_host, devices, states), kind = ctx.random_states, hidden.device.type
         with torch.random.fork_rng(devices, device_type=kind):  # inside it, what is drawn is what forward drew
@@ -146,19 +145,16 @@ class _Tiles(torch.autograd.Function):
             set_device_states(devices, states, device_type=kind)
             for rows in tiles(len(tokens), ctx.size):
                 with torch.enable_grad(), ctx.autocast():
-                    tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
+                    tile = tokens[rows].detach().requires_grad_()
                     out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
-                asked = [*([tile] if to_hidden is not None else []), *weights]
-                found = list(torch.autograd.grad(out, asked, gradients[rows], allow_unused=True))
+                to_hidden[rows], *found = torch.autograd.grad(out, [tile, *weights], gradients[rows], allow_unused=True)
                 del out
-                if to_hidden is not None:
-                    to_hidden[rows] = found.pop(0)
                 for total, part in zip(sums, found, strict=True):
                     if part is not None:
                         total.add_(part)
                 found = part = None
         to_weights = [total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
-        return None, None, None, None if to_hidden is None else to_hidden.view(hidden.shape), *to_weights
+        return None, None, None, to_hidden.view(hidden.shape), *to_weights
 
 
 def _in_tiles(part: Tiled, hidden: Tensor, size: int) -> Tensor:
