@@ -83,16 +83,13 @@ def chunked_sum(
 @torch.no_grad()
 def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
-    flat, dtype, ignored = hidden.reshape(-1, hidden.shape[-1]), product_dtype(hidden), labels == IGNORE
-    classes = labels.masked_fill(ignored, 0).reshape(-1)
+    flat, classes, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
     losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(dtype, torch.float32))
     predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
-            losses[rows] = _of_chunk(logits, classes[rows], PLAIN, learns=False)[0]
-            predictions[rows] = logits.argmax(-1)
+            losses[rows], predictions[rows] = cross_entropy(logits, classes[rows]), logits.argmax(-1)
             del logits
-    losses = losses.view(labels.shape).masked_fill_(ignored, 0)
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
 
 
