@@ -595,7 +595,7 @@ def test_gradients_that_ranks_average_keep_the_layout_of_their_parameters(monkey
 
     monkeypatch.setattr("torch.distributed.all_reduce", reduced)
     guard: Any = object.__new__(Recovering)
-    guard._shared, guard._group, guard._vote = parameters, object(), lambda had: had
+    guard._shared, guard._group, guard._any = parameters, object(), lambda flags: flags
     guard.accelerator = SimpleNamespace(num_processes=2)
     guard._average()
     for parameter in parameters:

@@ -142,17 +142,12 @@ class Recovering(Engine):
         # May run out: a fault of this backward. A collective wants them contiguous, fused kernels as the parameter.
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._shared]
         flat = [gradient.contiguous() for gradient in gradients]
-        while (used := self._vote(had)) is None:
+        while (votes := self._any([False, *had]))[0]:  # a rank failed; then, of each parameter, who has a gradient
             self._apply_next_measure(None)
         for work in filter(None, [dist.all_reduce(each.div_(size), async_op=True) for each in flat]):
             work.wait()
-        for parameter, gradient, reduced, is_used in zip(self._shared, gradients, flat, used, strict=True):
+        for parameter, gradient, reduced, is_used in zip(self._shared, gradients, flat, votes[1:], strict=True):
             parameter.grad = gradient.copy_(reduced) if is_used else None  # mostly the same tensor
-
-    def _vote(self, had: list[bool] | None) -> list[bool] | None:
-        """Of each trained parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""
-        failed, *used = self._any([had is None, *(had or [False] * len(self._shared))])
-        return None if failed else used
 
     def _any(self, flags: list[bool]) -> list[bool]:
         """Of each flag, whether some rank has it; as many flags on every rank."""
@@ -169,7 +164,7 @@ class Recovering(Engine):
             remedy = "the step is repeated, and from now on micro-batches of this size or larger are split in two"
             self._recovered(fault, remedy)
         else:
-            self._vote(None)
+            self._any([True, *[False] * len(self._shared)])  # what the others ask at the end of their backward
             self._apply_next_measure(fault)
 
     def _apply_next_measure(self, fault: Fault | None) -> None:
