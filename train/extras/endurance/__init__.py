@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
+REFUSED = (errno.EACCES, errno.EPERM, errno.EIO)  # reading, too
 STOPPED = "stopped.json"
 
 
@@ -236,19 +237,15 @@ class Extra(extras.Extra):
         """Explains a disk that cannot be written; empty if a rank is lost, which one rank has then reported."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
-        if not isinstance(error, OSError) or not self._could_not_write(error):
-            if self._is_trained:
-                show_error(f"the work after the last step has failed. {self._how_to_resume()}")
-            return None
-        shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
-        where, elsewhere = error.filename or self._config.output.output_dir, ""
-        if not self._is_own(error) and error.filename:
-            elsewhere = " Set HF_HOME or TMPDIR to a disk with room."
-        return f"{where} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
-
-    def _could_not_write(self, error: OSError) -> bool:
-        """Whether a file of this run could not be written; others than its own are only read."""
-        return error.errno in FULL or (self._is_own(error) and error.errno in (errno.EACCES, errno.EPERM, errno.EIO))
+        is_own = isinstance(error, OSError) and self._is_own(error)  # others are only read
+        if isinstance(error, OSError) and (error.errno in FULL or (is_own and error.errno in REFUSED)):
+            shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
+            where = error.filename or self._config.output.output_dir
+            elsewhere = " Set HF_HOME or TMPDIR to a disk with room." if error.filename and not is_own else ""
+            return f"{where} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
+        if self._is_trained:
+            show_error(f"the work after the last step has failed. {self._how_to_resume()}")
+        return None
 
     def _is_own(self, error: OSError) -> bool:
         """Whether ``error`` is about a file of this run; a sync names none."""
