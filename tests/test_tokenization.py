@@ -19,7 +19,6 @@ import multiprocess
 import numpy as np
 import pytest
 from made_tokenizers import tokenizer_of
-from support import run_for
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from train import extras
@@ -117,17 +116,17 @@ def test_words_splits_at_spaces_and_knows_unknown_words() -> None:
     assert len(tokenizer) == 4 + len({"[MAX", "4", "[MIN", "2", "3", "]", "9"})
 
 
+def roses(*texts: str) -> Corpus:
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose", *texts]})
+    return Corpus("roses", {"train": documents, "validation": documents})
+
+
 @pytest.mark.parametrize("spec", ["bytes", "words", "train:300"])
-def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
-    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_for(Config().changed(output_dir=str(tmp_path)))
-    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
-    corpus = Corpus("roses", {"train": documents, "validation": documents})
-    first = own_tokenizers.tokenizer_for(run, spec, corpus)
+def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = own_tokenizers.tokenizer_for(spec, roses())
     if spec != "bytes":
         monkeypatch.delattr(own_tokenizers, "_beginning")  # without which none is trained
-    again = own_tokenizers.tokenizer_for(run, spec, corpus)
+    again = own_tokenizers.tokenizer_for(spec, roses())
     for text in ["a rose is a rose", *UNICODE]:
         assert ids_of(again, text) == ids_of(first, text)
     assert len(again) == len(first) and tokenizer_digest(again) == tokenizer_digest(first)
@@ -138,40 +137,26 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
 @pytest.mark.parametrize("damage", ["altered", "truncated", "emptied"])
 @pytest.mark.parametrize("spec", ["words", "train:300"])
 def test_a_kept_tokenizer_that_is_damaged_is_trained_again(
-    damage: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
-    corpus, config = (
-        Corpus("roses", {"train": documents, "validation": documents}),
-        Config().changed(output_dir=str(tmp_path / "run")),
-    )
-
-    def digest() -> tuple[str, list[str]]:
-        run = run_for(config)
-        return tokenizer_digest(own_tokenizers.tokenizer_for(run, spec, corpus)), run.outputs.notes
-
-    known, _ = digest()
-    [kept] = tmp_path.glob("tokenizer-*")
+    known = tokenizer_digest(own_tokenizers.tokenizer_for(spec, roses()))
+    [kept] = tmp_path.glob("*.arrow")
     kept.write_bytes(DAMAGE[damage](kept.read_bytes()))
-    assert digest() == (known, [f"{kept} was damaged: the tokenizer is trained again"])
-    assert digest() == (known, [])
+    said = f"cached data was damaged and is made again: {kept.with_suffix('')}"
+    for messages in ([said], []):
+        caplog.clear()
+        assert tokenizer_digest(own_tokenizers.tokenizer_for(spec, roses())) == known
+        assert caplog.messages == messages
 
 
-def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    moved: list[str] = []
-    move = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, to: moved.append(to.name) or move(path, to))
-    for name in ("a", "b", "b"):  # of whatever run: it is kept with the data
-        run = run_for(Config().changed(output_dir=str(tmp_path / name)))
-        own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", {"train": documents, "validation": documents}))
-    assert moved == [path.name for path in (tmp_path / "cache").iterdir()] and len(moved) == 1
-    others = documents.add_item({"text": "a tulip"})  # pyright: ignore[reportCallIssue]
-    own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", {"train": others, "validation": others}))
-    own_tokenizers.tokenizer_for(run, "train:301", Corpus("roses", {"train": documents, "validation": documents}))
-    assert len(set(moved)) == 3
+def test_a_tokenizer_is_kept_by_its_documents_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    found = []
+    for spec, texts in [("train:300", ()), ("train:300", ()), ("train:300", ["a tulip"]), ("train:301", ())]:
+        own_tokenizers.tokenizer_for(spec, roses(*texts))
+        found.append(len([*tmp_path.glob("*.arrow")]))
+    assert found == [1, 1, 2, 3]
 
 
 def test_a_trained_tokenizer_needs_no_cache_that_can_be_written(
@@ -179,11 +164,7 @@ def test_a_trained_tokenizer_needs_no_cache_that_can_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
-    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
-    run = run_for(Config().changed(output_dir=str(tmp_path / "run")))
-    made = own_tokenizers.tokenizer_for(
-        run, "train:300", Corpus("roses", {"train": documents, "validation": documents})
-    )
+    made = own_tokenizers.tokenizer_for("train:300", roses())
     assert len(ids_of(made, "a rose")) < len("a rose")
 
 

@@ -91,7 +91,7 @@ class Extra(extras.Extra):
             return None
         from train.extras.readers.own_tokenizers import tokenizer_for
 
-        return tokenizer_for(run, spec, corpus)
+        return tokenizer_for(spec, corpus)
 
     def change_caching(
         self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any

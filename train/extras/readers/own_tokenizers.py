@@ -6,17 +6,15 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, config
+from datasets import Dataset, Features, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from train.figures import write_whole
-from train.records import Corpus, Run, UserError
+from train.extras.cache import generated
+from train.records import Corpus, UserError
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
 MARKS = (END, PAD, MASK)
@@ -28,28 +26,23 @@ MOST_UNKNOWN = 0.05
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
-def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
+def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
     if spec == "bytes":
         return build_tokenizer(spec, ())
     documents: Any = corpus.splits["train"]
     recipe = f"{documents._fingerprint} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
-    kept = Path(config.HF_DATASETS_CACHE, f"tokenizer-{_digest(recipe)[:32]}.json")
-    known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else None
-    digest, _, text = (known or "").partition("\n")
-    if digest != _digest(text):
-        if known is not None:
-            run.outputs.note(f"{kept} was damaged: the tokenizer is trained again")
-        made: Any = build_tokenizer(spec, (row["text"] for row in documents))
-        text = made.backend_tokenizer.to_str()
-        if run.accelerator.is_main_process:
-            with suppress(UserError):  # a cache that cannot be written costs only time
-                write_whole(kept, f"{_digest(text)}\n{text}")
-    return _with_names(Tokenizer.from_str(text), spec)
+    key, column = {"documents": documents, "spec": spec}, Features({"json": Value("string")})
+    try:
+        [row] = generated(_trained, column, hashlib.sha256(recipe.encode()).hexdigest()[:32], **key)
+    except UserError:  # a cache that cannot be written costs only time
+        [row] = _trained(**key)
+    return _with_names(Tokenizer.from_str(row["json"]), spec)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _trained(documents: Any, spec: str) -> Iterator[dict[str, str]]:
+    made: Any = build_tokenizer(spec, (row["text"] for row in documents))
+    yield {"json": made.backend_tokenizer.to_str()}
 
 
 def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
