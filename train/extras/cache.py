@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 from datasets import Dataset, Features, config
 from datasets.arrow_writer import ArrowWriter
+from datasets.fingerprint import Hasher
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -27,8 +28,9 @@ file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: severa
 logger = logging.getLogger(__name__)
 
 
-def generated(generator: Callable[..., Iterator[Any]], features: Features, fingerprint: str, **key: Any) -> Dataset:
-    """The rows of ``generator(**key)``, :func:`intact` from the cache; equal ``fingerprint``, equal rows."""
+def generated(generator: Callable[..., Iterator[Any]], features: Features, made_of: Any, **key: Any) -> Dataset:
+    """The rows of ``generator(**key)``, :func:`intact` from the cache; equal ``made_of``, equal rows."""
+    fingerprint = Hasher.hash([generator.__qualname__, made_of])
     cache = Path(config.HF_DATASETS_CACHE, f"rows-{fingerprint}")
     path = f"{cache}.arrow"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,13 +30,13 @@ def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     if spec == "bytes":
         return build_tokenizer(spec, ())
     documents: Any = corpus.splits["train"]
-    recipe = f"{documents._fingerprint} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
+    made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, inspect.getsource(build_tokenizer)
     key, column = {"documents": documents, "spec": spec}, Features({"json": Value("string")})
     try:
-        [row] = generated(_trained, column, hashlib.sha256(recipe.encode()).hexdigest()[:32], **key)
+        rows: Any = generated(_trained, column, made_of, **key)
     except UserError:  # a cache that cannot be written costs only time
-        [row] = _trained(**key)
-    return _with_names(Tokenizer.from_str(row["json"]), spec)
+        rows = _trained(**key)
+    return _with_names(Tokenizer.from_str(next(iter(rows))["json"]), spec)
 
 
 def _trained(documents: Any, spec: str) -> Iterator[dict[str, str]]:

@@ -19,7 +19,6 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 from datasets import Dataset, Features, Value
-from datasets.fingerprint import Hasher
 
 from train.extras.cache import ROWS_IN_MEMORY, file_digest, generated
 from train.extras.readers import Source
@@ -88,7 +87,7 @@ def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: A
     """
     try:
         contents = [file_digest(Path(path)) for path in key.get("files", ())]
-        return generated(generator, features, Hasher.hash([generator.__qualname__, key, contents, FORMAT]), **key)
+        return generated(generator, features, (key, contents, FORMAT), **key)
     except OSError as error:
         raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
 
