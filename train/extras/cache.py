@@ -1,7 +1,6 @@
 """What 🤗 Datasets keeps on disk, checked before it is used: data that is tokenised, packed or read only once."""
 
 import errno
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -50,9 +49,8 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, made_
 def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
     """A fingerprint of the examples that ``task`` makes of ``documents``, and the prefix of their cache files."""
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    source = f"{task_digest(type(task))} {type(task).__name__}"  # which a fork changes
-    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
-    known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
+    source = task_digest(type(task)), type(task).__name__  # which a fork changes
+    known = Hasher.hash([documents._fingerprint, source, settings, label_names, tokenizer_digest(tokenizer)])
     return known, Path(config.HF_DATASETS_CACHE, f"examples-{known}")
 
 
