@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from train.config import Config, to_values
-from train.launch import Launch
+from train.launch import Launch, read_launch
 from train.records import UsageError
 
 
@@ -28,12 +28,11 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
         raise UsageError(f"fsdp_activation_checkpointing: true in the launch file {why}. {remedy}.")
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
-    copies = math.prod(size for name, size in sizes.items() if not name.startswith("dp_"))
-    is_deepspeed, world_size = says("ACCELERATE_USE_DEEPSPEED"), int(environment.get("WORLD_SIZE") or 1)
-    given = [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
-    product = copies if is_deepspeed else math.prod(sizes.values())
-    if product < 1 or world_size % copies or (given and not is_deepspeed and product != world_size):
-        made = f"{', '.join(given)} make {product} processes, num_processes is {world_size}"
+    launch, given = read_launch(environment), [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
+    is_free = launch.engine == "deepspeed" or not given  # the other ranks see other examples
+    product = launch.copies if is_free else math.prod(sizes.values())
+    if product < 1 or launch.world_size % product or not (is_free or product == launch.world_size):
+        made = f"{', '.join(given)} make {product} processes, num_processes is {launch.world_size}"
         remedy = f"Change one of them, or give accelerate launch --num_processes {product}"
         raise UsageError(f"parallelism_config in the launch file: {made}. {remedy}.")
 
