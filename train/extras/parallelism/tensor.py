@@ -75,17 +75,13 @@ def plan_of(model: Any, ranks: int) -> dict[str, str]:
         style, module = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key)), modules.get(key)
         if style is None or (module is not None and module in ends):
             continue
-        if style not in {*STYLES, GRADIENT_SUM} or module is None:
-            raise UserError(f"tensor parallelism: the plan of {name} has {style!r} for {key}: not supported. {_REMEDY}")
         plan[key] = style
-        if style == GRADIENT_SUM:
-            continue
-        if not isinstance(module, nn.Linear):
-            found = f"{name} has a {type(module).__name__} for {key}"
-            raise UserError(f"tensor parallelism: {found}; only plain linear layers are divided. {_REMEDY}")
-        width = module.in_features if style.startswith("rowwise") else module.out_features
-        if width % ranks and style in ("colwise", "rowwise"):
-            raise UserError(f"tensor parallelism: {key} of {name} is {width} wide, {_UNEVEN.format(ranks)}")
+        if style in STYLES and isinstance(module, nn.Linear):
+            width = module.in_features if style.startswith("rowwise") else module.out_features
+            if width % ranks and style in ("colwise", "rowwise"):
+                raise UserError(f"tensor parallelism: {key} of {name} is {width} wide, {_UNEVEN.format(ranks)}")
+        elif style != GRADIENT_SUM or module is None:
+            raise UserError(f"tensor parallelism: the plan of {name} has {style!r} for {key}: not supported. {_REMEDY}")
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
     if any(style == "colwise" and "att" in key for key, style in plan.items()):
