@@ -47,10 +47,7 @@ ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" fo
 
 
 class Extra:
-    """What an extra may do. Only methods that a subclass overrides are called, so those here are empty.
-
-    An override takes its types from here, so an extra writes and imports none for it.
-    """
+    """What an extra may do. Only methods that a subclass overrides are called, so those here are empty."""
 
     needs: ClassVar[tuple[str, ...]] = ()  # extras without which this one counts as missing
 
