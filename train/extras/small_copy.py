@@ -71,10 +71,8 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
                 if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
                     return f"its own loss is not that of {task.name}. Give another model"
         short, own_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None)
-        inputs, mask = (
-            pad([row, short], pad_id if own_id is None else own_id),
-            pad([torch.ones_like(row), torch.ones_like(short)], 0),
-        )
+        inputs = pad([row, short], pad_id if own_id is None else own_id)
+        mask = pad([torch.ones_like(row), torch.ones_like(short)], 0)
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
         if not _is_alone(config) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
             return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"

@@ -71,9 +71,7 @@ class Extra(extras.Extra):
             raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and (not size.isdecimal() or not 300 <= int(size) <= 2**24):
-            raise UsageError(
-                f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300 and at most {2**24:,}."
-            )
+            raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of 300 to {2**24:,}.")
         output = Path(config.output.output_dir).resolve()
         for folder in filter(Path.is_dir, map(Path, (name, own.validation_dataset or name))):
             if folder.resolve() in (output, *output.parents):

@@ -130,9 +130,7 @@ class Extra(extras.Extra):
             outputs.note(f"the run has ended: final/ stays as it is, of step {chosen} (--resume never trains again)")
             folder = outputs.checkpoints / f"step-{chosen:08d}"
             if is_again and chosen != progress.step and (why := outputs.from_main(lambda: verify(folder))) is not None:
-                remedy = (
-                    f"Evaluate it with --model {outputs.final} in a run of its own, or load it with from_pretrained"
-                )
+                remedy = f"Evaluate it by a run of its own with --model {outputs.final}, or use from_pretrained"
                 raise UserError(f"final/ is evaluated from {folder}, which cannot be used: {why}. {remedy}.")
         elif best is not None and (is_gone or is_other):
             reason = f"it was chosen by {progress.best_of}; metric or validation data have changed: {self._best_of}"
