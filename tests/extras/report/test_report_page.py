@@ -314,10 +314,6 @@ def test_progress_text() -> None:
     }
     assert progress_text(row) == "loss 2.346, lr 3.00e-04, grad 0.9, 24.1k tok/s, MFU 38.4%, 5.00 GiB"
     assert progress_text({"loss": 1.0, "mfu": None, "grad_norm": math.inf}) == "loss 1, grad inf"
-    memory: dict[str, Any] = {"peak_allocated_bytes": 5 * 2**30, "peak_reserved_bytes": 6 * 2**30}
-    assert progress_text(memory) == "5.00 GiB"
-    memory["peak_reserved_bytes"] = 7 * 2**30
-    assert progress_text(memory) == "5.00 GiB, 7.00 GiB reserved"
 
 
 def test_a_card_that_a_run_on_the_cpu_leaves_alone_is_not_its_hardware(monkeypatch: pytest.MonkeyPatch):

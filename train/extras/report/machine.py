@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -42,7 +41,6 @@ def versions() -> dict[str, str]:
 
 def progress_text(values: Mapping[str, Any]) -> str:
     """A row of training metrics in a few words, for the progress bar."""
-    is_fragmented = (values.get("peak_reserved_bytes") or 0) > 1.2 * (values.get("peak_allocated_bytes") or math.inf)
     texts: dict[str, Callable[[Any], str]] = {
         "loss": "loss {:.4g}".format,
         "learning_rate": "lr {:.2e}".format,
@@ -50,9 +48,8 @@ def progress_text(values: Mapping[str, Any]) -> str:
         "tokens_per_second": lambda value: f"{count(value)} tok/s",
         "mfu": "MFU {:.1%}".format,
         "peak_allocated_bytes": gib,
-        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved" if is_fragmented else "",
     }
-    return ", ".join(filter(None, (text(values[name]) for name, text in texts.items() if values.get(name) is not None)))
+    return ", ".join(filter(None, (shown(values, name, text) for name, text in texts.items())))
 
 
 def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:
