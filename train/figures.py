@@ -17,6 +17,7 @@ _SECRETS = {  # user and password of a URL, its secret parameters, tokens of the
     r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+": r"\1…",
     r"\bhf_\w{20,}": "hf_…",
 }
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # except tabs and newlines
 
 

@@ -1,6 +1,5 @@
 """What 🤗 Datasets keeps on disk, checked before it is used: data that is tokenised, packed or read only once."""
 
-import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,14 +14,12 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from train.checkpoint import digest
-from train.extras.digests import task_digest, tokenizer_digest
-from train.figures import write_whole
+from train.extras.digests import ROWS_AT_ONCE, task_digest, tokenizer_digest
+from train.figures import FULL, write_whole
 from train.records import UserError
 from train.tasks import Task
 
-FULL = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", 0)}
 SECONDS_UNTIL_TOLD = 5.0  # that it waits for another process
-ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
 logger = logging.getLogger(__name__)
 
@@ -35,7 +32,7 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, made_
 
     def make() -> Dataset:
         if not Path(path).exists():
-            with ArrowWriter(features=features, path=path, writer_batch_size=ROWS_IN_MEMORY) as writer:
+            with ArrowWriter(features=features, path=path, writer_batch_size=ROWS_AT_ONCE) as writer:
                 for row in tqdm(generator(**key), desc="Reading", unit=" rows"):
                     writer.write(row)
                 writer.finalize()

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from train.tasks import Task
 
-ROWS_AT_ONCE = 64  # of long sequences
+ROWS_AT_ONCE = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 
 

@@ -21,7 +21,8 @@ from datasets import config
 from filelock import FileLock
 
 from train.config import check, from_values
-from train.extras.cache import ROWS_IN_MEMORY, intact
+from train.extras.cache import intact
+from train.extras.digests import ROWS_AT_ONCE
 from train.extras.readers import Source, readers
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
@@ -287,7 +288,7 @@ def test_a_quote_that_is_not_closed_names_the_lines_that_it_costs(tmp_path: Path
 
 
 def test_parquet_in_batches(tmp_path: Path) -> None:
-    count = ROWS_IN_MEMORY * 2 + 5
+    count = ROWS_AT_ONCE * 2 + 5
     table = pa.table(
         {"text": [f"t{i}" for i in range(count)], "label": [i // 2 for i in range(count)], "other": [0.5] * count}
     )

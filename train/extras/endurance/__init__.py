@@ -22,7 +22,7 @@ from train.config import Config, option
 from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver
 from train.extras.endurance.streams import outlive_readers
-from train.figures import show_error, write_whole
+from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
 
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
-REFUSED = (errno.EACCES, errno.EPERM, errno.EIO)  # reading, too
+REFUSED = (errno.EACCES, errno.EPERM, errno.EIO)  # to be written, or only to be read
 STOPPED = "stopped.json"
 
 

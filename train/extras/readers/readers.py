@@ -20,7 +20,8 @@ from typing import Any, Literal, TextIO
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from train.extras.cache import ROWS_IN_MEMORY, file_digest, generated
+from train.extras.cache import file_digest, generated
+from train.extras.digests import ROWS_AT_ONCE
 from train.extras.readers import Source
 from train.figures import several, without_secrets
 from train.records import UserError, one_line
@@ -245,7 +246,7 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
             if twice := next((name for name in columns if names.count(name) > 1), None):
                 raise UserError(f"{path}: the column {twice!r} appears twice. Rename one.")
             is_known = set(columns) <= set(names)  # otherwise the message tells the names of all
-            for batch in file.iter_batches(ROWS_IN_MEMORY, columns=list(columns) if is_known else None):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(columns) if is_known else None):
                 yield from enumerate(batch.to_pylist(), start=number + 1)
                 number += batch.num_rows
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
