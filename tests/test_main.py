@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,28 @@ def train(recipe: Path, output: Path, *flags: Any) -> int:
 
 def trained_losses(output: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ("{model_type: llama, num_attention_heads: 4, num_key_value_heads: 3", "size of tensor a (4) must match"),
+        ("{model_type: qwen2, num_attention_heads: 4", "size of tensor a (4) must match"),  # its default: 32 of keys
+        (
+            "{model_type: mixtral, num_attention_heads: 4, num_key_value_heads: 2, num_local_experts: 2, "
+            "num_experts_per_tok: 4",
+            "selected index k out of range",
+        ),
+    ],
+)
+def test_sizes_of_a_model_that_do_not_fit_each_other_end_in_one_message(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str, why: str
+) -> None:
+    shape += ", hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1}"
+    assert train(recipe, tmp_path, "--model_config", json.dumps(yaml.safe_load(shape))) == EXIT_ERROR
+    said = capsys.readouterr().err
+    assert re.search(r"error: model_config: (llama|qwen2|mixtral) fails in \w+\.py:\d+: ", said)
+    assert why in said and "num_key_value_heads?" in said and "Traceback" not in said
 
 
 @pytest.mark.charts

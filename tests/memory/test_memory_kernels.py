@@ -207,6 +207,11 @@ def test_the_kernel_of_a_card_by_release(kernels_by_release: str, case: dict[str
     assert found == kernels_by_release.split()
 
 
+def test_heads_that_cannot_share_keys_are_refused_as_without_a_card() -> None:
+    """Each query head takes the keys of one key head: 4 of them cannot share 3, nor 2 share 4."""
+    assert [attended_by(BF16, A100, key_heads=heads) for heads in (3, 5, 16)] == ["math"] * 3
+
+
 def test_what_needs_no_gradient_now_needs_no_backward(in_release: Switch) -> None:
     in_release(TORCH_2_13)
     with torch.no_grad():

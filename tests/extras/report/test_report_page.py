@@ -213,6 +213,19 @@ def test_the_prediction_is_a_line_next_to_the_measured_peak():
     assert "measured" in chart.svg and "predicted 3.10 GiB" in chart.svg
 
 
+def test_gradient_health_shows_how_far_layers_are_apart() -> None:
+    health = [
+        {"kind": "health", "step": step, "norms": [2.0, 0.0, None, low, 0.5]} for step, low in ((1, 0.25), (50, 1e-5))
+    ]
+    (chart,) = charts([*health, {"kind": "health", "step": 51, "norms": [None, 0.0]}], {})
+    assert chart.title == "Gradient norms by layer" and "from step 1 to 50; 2.000 at the end" in chart.svg
+    assert (
+        ">the largest<" in chart.svg
+        and ">the smallest<" in chart.svg
+        and ">0.00001<" in chart.svg.replace("1e-05", "0.00001")
+    )
+
+
 def test_memory_is_shown_by_kind_and_phase():
     rows = re.findall('<th scope="row">([^<]+)</th><td>([^<]+)</td>', _page(SUMMARY, []))
     assert {("optimizer state", "1.00 GiB"), ("forward", "2.75 GiB"), ("backward", "3.00 GiB")} <= set(rows)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import extras
+from train.extras.oom import parse_oom
 from train.records import Run, UserError, one_line
 
 if TYPE_CHECKING:
@@ -30,6 +33,16 @@ class Extra(extras.Extra):
             raise
         except Exception as error:  # configuration classes validate with exceptions of many libraries
             raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
+
+    def failed(self, run: Run | None, error: Exception) -> str | None:
+        """Says that sizes may not fit each other where the model's code fails before the first step."""
+        own = run.config.architecture if run is not None and not run.outputs.seconds_to_first_step else None
+        if own is None or own.model_config is None or parse_oom(str(error)) or hasattr(error, "__notes__"):
+            return None
+        frames = traceback.extract_tb(error.__traceback__)
+        found = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if Path(f.filename).parts[-3:-2] == ("models",)]
+        hint = "Do its sizes fit each other, such as num_attention_heads and num_key_value_heads?"
+        return f"model_config: {own.name} fails in {found[-1]}: {one_line(error)}. {hint}" if found else None
 
 
 def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:

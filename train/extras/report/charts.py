@@ -59,12 +59,19 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     memory = peaks, {"color": FIRST, "label": "measured"}
     clipping = (norm, f"clipped to {norm:g}") if (norm := summary.get("max_grad_norm")) else None
     predicted = (size / 2**30, f"predicted {gib(size)}") if (size := summary.get("predicted_peak_bytes")) else None
+    health = [(row["step"], [*filter(None, row["norms"])]) for row in metrics if row["kind"] == "health"]
+    looks: list[Any] = [
+        (max, {"color": FIRST, "label": "the largest"}),
+        (min, {"color": SECOND, "label": "the smallest"}),
+    ]
+    by_layer = [([(step, pick(norms)) for step, norms in health if norms], look) for pick, look in looks]
     losses, speed = trained("loss", "train") + by_split("loss"), trained("tokens_per_second")
     drawn = [
         _chart("Loss", "Nats per target. A gap that widens is overfitting.", losses),
         _chart("Bits per byte", "Held-out text, whatever the tokenizer; lower is better.", by_split("bits_per_byte")),
         _chart("Accuracy", "Share of the targets predicted right, held out.", by_split("accuracy"), from_zero),
         _chart("Gradient norm", "Before clipping, logarithmic.", gradients, _logarithmic, clipping),
+        _chart("Gradient norms by layer", "Far apart, the gradient vanishes on its way.", by_layer, _logarithmic),
         _chart("Noise scale", "Of the gradient, in examples.", trained("gradient_noise_scale_examples"), from_zero),
         _chart("Learning rate", "As the schedule set it.", trained("learning_rate"), from_zero),
         _chart("Tokens per second", "All devices together, padding not counted.", speed, from_zero),
