@@ -35,10 +35,11 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
         return None  # of transformers, or of a task that may need another shape
     with suppress(Exception), small_copy(model) as small:  # what cannot be copied a run finds out by itself
         try:
-            found = tuple(logits_of(small(**inputs)).shape)
+            logits = logits_of(small(**inputs))
             if not (task.is_causal or _is_alone(config)):  # a mask comes with rows of different lengths alone
                 inputs["attention_mask"] = torch.ones_like(ids)
-                found = tuple(logits_of(small(**inputs)).shape)
+                logits = logits_of(small(**inputs))
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else f"no tensor, but a {type(logits).__name__}"
             problem = f"logits of the shape {found}, and {task.name} needs {needed}"
             problem = None if found[:-1] == needed[:-1] and found[-1] >= classes else problem
         except Exception as error:  # models fail in their own ways

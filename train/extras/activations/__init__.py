@@ -98,6 +98,8 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     import torch
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    from train.extras.activations.recompute import layers_of
+
     compiled = cache(partial(torch.compile, backend=backend))
 
     @torch.compiler.disable(reason="what breaks a graph inside a checkpoint would leave the whole layer uncompiled")
@@ -105,9 +107,10 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
         return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
 
     names = set(getattr(model, "_no_split_modules", None) or ())
+    layers_of(model)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
     if not layers:
-        raise UserError("compile: this model has no repeated layers of transformers. Leave it out.")
+        raise UserError("compile: this model is not of transformers, and has no nn.ModuleList of layers. Leave it out.")
     # From transformers 5.23 on a layer recomputes within its forward, before that around its call.
     is_within = "__call__" not in vars(GradientCheckpointingLayer)
     for layer in layers:

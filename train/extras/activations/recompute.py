@@ -8,14 +8,14 @@ their own: an input is copied out while its layer computes, and comes back while
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.host_memory import StreamTransfers
@@ -39,24 +39,48 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    layers = layers_of(model)
     try:
         if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
         elif hasattr(model, "gradient_checkpointing_enable"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
-        else:
-            raise ValueError("it is not a transformers model")
+        elif not layers:
+            raise ValueError("it is not of transformers, and has no nn.ModuleList of layers")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            layer._gradient_checkpointing_func = partial(checkpoint, **kwargs)
     offloaded = cache(OffloadedInputs)  # one for all layers, which share the function
     for module in model.modules() if offload else ():  # where transformers' own switch puts it
-        if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
-            vars(module)["_gradient_checkpointing_func"] = offloaded(checkpoint)
+        if (recompute := vars(module).get("_gradient_checkpointing_func")) is not None:
+            vars(module)["_gradient_checkpointing_func"] = offloaded(recompute)
             # Needed by reentrant checkpoints alone. With a frozen embedding autograd would keep its output, a leaf.
-            model.disable_input_require_grads()  # pyright: ignore
+            getattr(model, "disable_input_require_grads", list)()
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Its layers as transformers marks them; in a module of your own, what is in its lists is marked so."""
+    for layer in () if hasattr(model, "_from_config") else _in_lists(model):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            layer.__class__ = _marked(type(layer))
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _in_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """What the outermost lists of ``module`` hold; lists within it, as of experts, stay as they are."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _in_lists(child)
+
+
+@cache
+def _marked(kind: type) -> type:
+    return type(kind.__name__, (GradientCheckpointingLayer, kind), {"__module__": kind.__module__})
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ def try_small_copy(run: Run, network: nn.Module, task: type[Task], known: tuple[
         run.outputs.note("model: too large to try whether padding or later tokens change its results")
     obstacle = obstacle_to_batches(network, task, run.config, known[:2])
     if obstacle := obstacle or obstacle_to_task(network, task, run.config, known[0], known[2]):
-        raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False trains it anyway.")
+        raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False skips this trial.")
 
 
 def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:

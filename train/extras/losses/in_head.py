@@ -93,7 +93,7 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
     A model may scale or cap its logits, or make a loss of its own of them: then it has to compute them.
     """
     if type(head_of(model)) not in (nn.Linear, LossHead):
-        return "its output embedding is not a plain nn.Linear"
+        return "its get_output_embeddings() returns no plain nn.Linear"
 
     def trial(twin: Any) -> str | None:
         head, watch = head_of(twin), _Watch()
