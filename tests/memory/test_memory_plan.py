@@ -254,7 +254,7 @@ def test_offloads_only_where_nothing_else_fits() -> None:
     assert best.link_seconds == pytest.approx(12 * 10**8 / 20e9)
     tokens = best.setting.micro_batch_size * 8192
     assert best.seconds_per_token == pytest.approx((best.prediction.seconds + best.link_seconds) / tokens)
-    typed = command(question(24), best.setting, [])
+    typed = command(question(24), best.setting, [], question(24).config)
     assert "/fsdp2_offload.yaml --num_processes 1 --mixed_precision bf16 train/main.py" in typed
     asked = replace(question(24, world_size=2), sharding=OFFLOAD)
     both = make_plan(asked, Predictions(Synthetic(fixed=40 * GIB))).best
@@ -276,7 +276,7 @@ def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
     copying, seconds = best.host_bytes / 20e9, best.prediction.seconds
     assert seconds / 4 > copying and best.link_seconds == 0.0  # the computation hides it
     assert len(predictor.jobs) <= 10
-    typed = command(asked, best.setting, [])
+    typed = command(asked, best.setting, [], asked.config)
     assert "--gradient_checkpointing full --gradient_checkpointing_offload True" in typed
     assert "tiled" not in typed and "single_gpu.yaml" in typed
     on_cpu = replace(asked, device=Device("cpu", 6 * GIB))
@@ -309,7 +309,7 @@ def test_only_as_many_layers_recompute_as_a_device_asks_for(total_gib: float, ev
     assert plan.best is not None and plan.best.setting == bf16_setting(
         1, "selective", "chunked", gradient_checkpointing_every_n_layers=every
     )
-    typed = command(asked, plan.best.setting, [])
+    typed = command(asked, plan.best.setting, [], asked.config)
     assert f"--gradient_checkpointing selective --gradient_checkpointing_every_n_layers {every}" in typed
 
 
@@ -613,7 +613,7 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     words += ["--gradient_checkpointing_every_n_layers", "2"]
     asked = replace(question(), config=parse(words))
     setting = bf16_setting(8, "none", "full")
-    typed = shlex.split(command(asked, setting, words, {"max_length": 2048}))
+    typed = shlex.split(command(replace_length(asked, 2048), setting, words, asked.config))
     launcher = ["--config_file", "accelerate_configs/single_gpu.yaml", "--mixed_precision", "bf16"]
     assert typed[:7] == ["accelerate", "launch", *launcher, "train/main.py"]
     config = parse(typed[7:])
@@ -621,7 +621,7 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     by_launcher = replace(wanted.optimization, mixed_precision=None)
     assert config == replace(wanted, data=replace(asked.config.data, max_length=2048), optimization=by_launcher)
     assert config.optimization.global_batch_size == 8 and config.get("metrics") == ("a", "b")
-    assert command(asked, asked.asked, words).endswith(shlex.join(words))
+    assert command(asked, asked.asked, words, asked.config).endswith(shlex.join(words))
 
 
 def test_launchers() -> None:
@@ -634,7 +634,7 @@ def test_launchers() -> None:
 
 def test_a_recipe_that_chooses_the_precision_goes_on_doing_so() -> None:
     asked = question(200, mixed_precision="fp16")
-    typed = shlex.split(command(asked, bf16_setting(1, "none", "full"), []))
+    typed = shlex.split(command(asked, bf16_setting(1, "none", "full"), [], asked.config))
     assert typed.count("--mixed_precision") == 2  # launcher and training configuration have to agree
     assert [typed[i + 1] for i, word in enumerate(typed) if word == "--mixed_precision"] == ["bf16", "bf16"]
 

@@ -49,11 +49,7 @@ Every flag of the training command line may be given too: --config, --model, --m
   --micro_batch_size auto  choose the micro-batch size; needs --global_batch_size
   --gradient_checkpointing auto  choose what to recompute
 """
-AUTO = {  # what may be left open, and the flags that the answer then gives
-    "max_length": ("max_length",),
-    "micro_batch_size": ("micro_batch_size", "global_batch_size"),
-    "gradient_checkpointing": ("gradient_checkpointing", "gradient_checkpointing_offload"),
-}
+AUTO = ("max_length", "micro_batch_size", "gradient_checkpointing")  # what may be left open
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,12 +108,7 @@ def run_plan(arguments: list[str]) -> None:
             question = replace_length(question, length)
         plan = make_plan(question, predictions, bool(request.open))
     if plan.best is not None:
-        sizes = {"max_length": question.config.data.max_length, "global_batch_size": question.global_batch_size}
-        values = {**vars(plan.best.setting), **sizes}
-        said = {name: values[name] for opened, names in AUTO.items() if opened in request.open for name in names}
-        is_scaled, asked = (q.config.get("rope_scaling") for q in (question, request.question))
-        said |= {} if is_scaled == asked else {"rope_scaling": is_scaled}  # the model may have positions enough
-        command = advice.command(question, plan.best.setting, request.words, said)
+        command = advice.command(question, plan.best.setting, request.words, request.config)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     show(request, text, advice.plan_values(question, plan, command))
 
@@ -158,7 +149,7 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         raise UsageError("--lengths, --micro_batch_sizes and --picture need --grid: give it, too.")
     if request.picture and (request.picture.suffix.lower() != ".png" or not request.picture.parent.is_dir()):
         raise UsageError(f"--picture {request.picture}: give a file that ends in .png, in a folder that is there.")
-    config = parse(words)
+    request.config = config = parse(words)
     left_open |= {name for name in AUTO if config.get(name) == "auto"}
     if request.grid and left_open - {"micro_batch_size"}:
         raise UsageError("--grid shows one setting: replace --max_length auto by --lengths, other autos by values.")

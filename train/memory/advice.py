@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from train.config import Config, to_values
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
 from train.memory.predict import OFFLOAD, ROOT
@@ -128,12 +129,13 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     return {**values, **shares, "room_bytes": question.room_bytes, "max_length": outcome.job.values["max_length"]}
 
 
-def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:
-    """The command that trains with ``setting``, and with the ``words`` that a person gave unless these replace them.
+def command(question: Question, setting: Setting, words: Sequence[str], asked: Config) -> str:
+    """The command that trains with ``setting``: the ``words`` that a person gave, and flags for what has changed.
 
-    Flags that are ``said`` are given even if the configuration already has their values.
+    ``asked`` is the configuration by these words; the one of ``question`` has lengths and sizes that were left open.
     """
-    changes = {**question.changes(setting), **(said or {})}
+    wanted, given = {**to_values(question.config), **question.changes(setting)}, to_values(asked)
+    changes = {name: value for name, value in wanted.items() if value != given[name]}
     if question.config.optimization.mixed_precision is None:
         changes.pop("mixed_precision", None)  # then the launcher alone chooses it
     kept = without_flags(words, set(changes))
