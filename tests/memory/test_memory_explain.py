@@ -293,12 +293,12 @@ def occupied(requested: str, free: float, allocated: float, unallocated: float) 
 @pytest.mark.parametrize(
     ("message", "reason", "remedy"),
     [
-        (BESIDE_TWO_OTHERS, "processes 101, 102. It holds 82.3% of it", "nvidia-smi"),
+        (BESIDE_TWO_OTHERS, "another program is on the same card. It holds 82.3% of it", "nvidia-smi"),
         (SIMPLY_FULL.replace("9.71 GiB", "79.11 MiB"), "another program", "nvidia-smi"),
         (IN_A_CONTAINER, "5.00 GiB that no tensor uses", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
         (occupied("2.00 GiB", 0.5, 18.0, 5.0), "fragmentation", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
         (occupied("5.50 GiB", 0.8, 18.0, 5.0), "With the 0.80 GiB free it would be enough", "PYTORCH_ALLOC_CONF"),
-        (occupied("2.00 GiB", 0.5, 22.0, 1.0), "simply full with 22.00 GiB of tensors", "--loss chunked"),
+        (occupied("2.00 GiB", 0.5, 22.0, 1.0), "simply full", "--loss chunked"),
         (occupied("100.00 MiB", 0.05, 23.0, 0.2), "simply full", "--loss chunked"),
         (occupied("8.00 GiB", 7.0, 16.0, 0.5), "one huge tensor: 8.00 GiB, 33.3%", "--loss chunked"),
         (SIMPLY_FULL, "simply full", "--loss chunked"),

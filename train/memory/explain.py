@@ -41,8 +41,8 @@ _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, wha
 _BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told in ladder.TEXTS["by_words"].items()}
 
 
-def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
-    """The cause, as in :data:`_WHAT_TO_DO`, and a text about it; ``weights_fill`` the card before any example."""
+def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
+    """The cause, as in :data:`_WHAT_TO_DO`, and lines about it; ``weights_fill`` the card before any example."""
     requested, free, total = oom.requested_bytes, oom.free_bytes, oom.total_bytes
     reserved, unallocated, others = oom.reserved_bytes, oom.reserved_unallocated_bytes, oom.other_processes_bytes
     is_huge = 0 < 0.25 * total <= requested
@@ -62,20 +62,12 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     sizes = {"requested": requested, "free": free, "reserved": reserved, "unallocated": unallocated}
     figures = {name: gib(size) for name, size in sizes.items()}
     figures |= {"share": f"{requested / (total or 1):.1%}", "held_by_others": f"{others / (total or 1):.1%}"}
-    named = ", ".join(str(process) for process, _ in oom.other_processes)
-    figures["who"] = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
-    figures["tensors"] = f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else ""
     figures["both"] = f" With the {gib(free)} free it would be enough." if unallocated < requested else ""
-    return {"lent": "full"}.get(cause, cause), ladder.TEXTS["why"][cause].format(**figures)
-
-
-def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
-    """The cause of ``oom``, and lines that say what it means."""
-    cause, why = _diagnosis(oom, weights_fill)
     device = "The device's memory" if oom.device_index is None else f"Memory of GPU {oom.device_index}"
     where = "Main memory (RAM)" if oom.on_host else device
-    more = f": {gib(oom.requested_bytes)} more did not fit" if oom.requested_bytes else ""
-    return cause, [f"{where} was full{more}.", *_figures(oom), *_wrapped("Why: ", why)]
+    more = f": {gib(requested)} more did not fit" if requested else ""
+    why = _wrapped("Why: ", ladder.TEXTS["why"][cause].format(**figures))
+    return {"lent": "full"}.get(cause, cause), [f"{where} was full{more}.", *_figures(oom), *why]
 
 
 def explain(message: str) -> str:
