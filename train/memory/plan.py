@@ -120,9 +120,8 @@ class Search:
         return None
 
     def _base(self, sharding: str) -> Setting:
-        precision, config = self.question.precision(sharding), self.question.config
-        base = Setting(micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
-        return replace(base, tiled_mlp=config.get("tiled_mlp", False), dtype=config.architecture.dtype)
+        precision = self.question.precision(sharding)
+        return replace(self.question.asked, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
 
     def smallest(self, ways: Sequence[Recompute], shardings: Sequence[str], known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
