@@ -213,10 +213,7 @@ class LeakWatch:
             more[name] += number
             sizes[name] += number * size
         grown = now - self._listed_bytes
-        large = [name for name, size in sizes.most_common() if size >= 0.01 * grown]
-        named = [f"{more[name]} × {name}" for name in large[:_NAMED]]
-        if others := sum(more[name] for name in large[_NAMED:]):
-            named.append(f"{others} others")
+        named = [f"{more[name]} × {name}" for name, size in sizes.most_common(_NAMED) if size >= 0.01 * grown]
         if grown - sizes.total() >= 0.01 * grown:  # graphs hold tensors that Python does not know of
             named.append(f"{gib(grown - sizes.total())} held by autograd graphs")
         num_steps = self._step - self._first_step
