@@ -57,6 +57,9 @@ class MemorySession:
         run, data, tokenizer = replace(self._run, config=config), self._data, self._data.tokenizer
         arithmetic = arithmetic_of(config, run.launch.dp_size)
         evaluated = _evaluated(run, data)
+        sharding = "ddp" if run.launch.world_size > 1 else "none"
+        if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
+            sharding = OFFLOAD if run.launch.offloads and self._device.type != "cpu" else "fsdp2"
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
         job = job_of(config, target_of(device), len(tokenizer), len(data.label_names), run.launch.world_size)
         ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
@@ -64,7 +67,7 @@ class MemorySession:
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},
             special_tokens=tuple(i if isinstance(i, int) else None for i in ids),
-            sharding=sharding_of(run),
+            sharding=sharding,
             eval_batch_size=evaluated.shape[0],
             eval_length=evaluated.shape[1],
             eval_padded="attention_mask" in evaluated.inputs,
@@ -232,13 +235,6 @@ class MemorySession:
 def _room_bytes() -> int:
     """Host memory that this process may fill before the system kills one."""
     return free_host_bytes() + psutil.swap_memory().free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def sharding_of(run: Run) -> str:
-    """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
-    if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
-        return OFFLOAD if run.launch.offloads and run.accelerator.device.type != "cpu" else "fsdp2"
-    return "ddp" if run.launch.world_size > 1 else "none"
 
 
 def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
