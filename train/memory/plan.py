@@ -120,8 +120,8 @@ class Search:
         return None
 
     def _base(self, sharding: str) -> Setting:
-        precision = self.question.precision(sharding)
-        return replace(self.question.asked, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
+        asked, precision = self.question.asked, self.question.precision(sharding)
+        return replace(asked, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
 
     def smallest(self, ways: Sequence[Recompute], shardings: Sequence[str], known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
