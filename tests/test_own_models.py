@@ -11,9 +11,11 @@ import torch
 import transformers
 from support import run_for
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from train.config import Config
+from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses import Extra as Losses
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import choose_loss
@@ -280,3 +282,80 @@ def test_weights_that_a_model_ties_by_hand_are_in_final(tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path / "final")
     for name, tensor in copy.deepcopy(model).state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor)
+
+
+class Layer(nn.Module):
+    """Attention over earlier tokens, dropout, and two experts in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.drop = nn.Linear(16, 48), nn.Dropout(0.2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, hidden: Tensor, *, scale: Tensor) -> Tensor:
+        heads = (part.unsqueeze(1) for part in self.project(hidden).chunk(3, -1))
+        hidden = hidden + self.drop(nn.functional.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1))
+        return hidden + scale * sum(expert(hidden).relu() for expert in self.experts)
+
+
+class OfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(20, 16), nn.Parameter(torch.ones(()))
+        self.stages, self.head = nn.ModuleList(nn.ModuleList([Layer(), Layer()]) for _ in range(2)), nn.Linear(16, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for stage in self.stages:
+            for layer in stage:  # pyright: ignore
+                hidden = layer(hidden, scale=self.scale)
+        return self.head(hidden)
+
+
+class AroundTransformers(nn.Module):
+    """A backbone of transformers under a head of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"vocab_size": 20, **SIZES}
+        self.body: Any = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.body(input_ids).last_hidden_state)
+
+
+def _step_of(model: nn.Module) -> tuple[list[str], list[Tensor], int]:
+    """Names and gradients, and how many bytes autograd keeps for backward."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = ModelWithLoss(model)({"input_ids": torch.arange(400).view(4, 100) % 20}, torch.ones(4, 100).long())
+    loss.backward()
+    return list(model.state_dict()), [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", [OfLayers, AroundTransformers])
+@pytest.mark.parametrize(("mode", "every"), [("full", 1), ("full", 2), ("selective", 1)])
+def test_layers_in_lists_are_recomputed_to_the_same_gradients(kind: type[nn.Module], mode: str, every: int) -> None:
+    torch.manual_seed(0)
+    model = kind().train()
+    names, gradients, plain = _step_of(copy.deepcopy(model))
+    enable_checkpointing(model, mode, every)
+    found_names, found, kept = _step_of(copy.deepcopy(model))
+    assert found_names == names and len(found) == len(gradients) > 4
+    for ours, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    assert layers == (4 if kind is OfLayers else 1)  # not the experts
+    assert kept < (0.6 if every == 1 else 0.9) * plain, (kept, plain)
+
+
+def test_a_module_without_lists_of_layers_says_what_checkpointing_and_compilation_need() -> None:
+    with pytest.raises(UserError, match=r"gradient_checkpointing: full .* no nn.ModuleList of layers. Use none."):
+        enable_checkpointing(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), "full")

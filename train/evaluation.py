@@ -21,7 +21,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     parts.model.eval()
     try:
         for batch in data.evaluation_batches(run, examples):
-            if may_stop and parts.engine.total((0, 0, 0, bool(run.stop)))[3]:  # as a step counts
+            if may_stop and parts.engine.any_stop(bool(run.stop)):
                 raise StopAtOnce
             rows += score(run, parts, batch)
     finally:

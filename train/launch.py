@@ -1,10 +1,13 @@
-"""What the launch file decided (world size, sharding, precision), and what accelerate has to know of it."""
+"""What the launch file decided (world size, sharding, precision), what accelerate has to know of it; the exit."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -114,3 +117,21 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
     if not plugin.transformer_cls_names_to_wrap:
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+
+
+def exit_with(main: Callable[[], int]) -> None:
+    """Runs ``main`` as a script's own process and ends with the status that it returns."""
+    for number, name in (1, "stdout"), (2, "stderr"):  # on Windows a file may lack a character of a model's text
+        if getattr(sys, name) is None:  # it is closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    status = main()
+    for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

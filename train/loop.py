@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from train.evaluation import evaluate
-from train.optim import learning_rate_at
+from train.optim import learning_rate_at, set_learning_rate
 from train.records import DivergenceError, Parts, Progress, Run, StepError, StepOutcome, StopAtOnce
 from train.step import seed_step
 
@@ -31,13 +31,13 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    saved, since, of_step = progress, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
+    saved, unlogged, last_step = progress, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
 
     def save(wait: bool, only_new: bool = False) -> None:
         # What is saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
-        nonlocal progress, since, saved
+        nonlocal progress, unlogged, saved
         if progress != saved or not only_new:
-            progress, since = log(run, progress, since, of_step) if since else progress, []
+            progress, unlogged = log(run, progress, unlogged, last_step) if unlogged else progress, []
             run.outputs.save(run, parts.state, progress, wait)
             saved = progress
 
@@ -51,8 +51,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             # share tensors compute the same activations, and have to drop the same of them.
             seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
             rate = learning_rate_at(progress.step, total_steps, optim)
-            for group in parts.optimizer.param_groups:  # one with a rate of its own keeps its ratio to the peak
-                group["lr"] = rate * (group.setdefault("initial_lr", group["lr"]) / optim.learning_rate)
+            set_learning_rate(parts.optimizer, rate, optim)
             try:
                 with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
@@ -60,7 +59,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 if error.weights_intact:  # nothing of the steps before is lost
                     save(wait=True, only_new=True)
                 raise
-            since.append((outcome, seconds := time.perf_counter() - started))
+            unlogged.append((outcome, seconds := time.perf_counter() - started))
             progress = advance(progress, outcome, seconds)
             run.outputs.tick(progress.step)
             if outcome.skipped:
@@ -69,12 +68,12 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
             # the run is saved again only if the evaluation ended it or found a new best.
             length = max(batch.shape[1] for batch in micro_batches)
-            of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
+            last_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
             if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
                 save(wait=ends)
             elif is_due(output.log_every_steps, progress):
-                progress, since = log(run, progress, since, of_step), []
+                progress, unlogged = log(run, progress, unlogged, last_step), []
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
             done = is_done(run, total_steps, progress)
@@ -137,12 +136,14 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
     return run.extras.pipe("evaluated", run, progress, run.outputs.record_evaluation(run, evaluation)), False
 
 
-def log(run: Run, progress: Progress, since: Sequence[tuple[StepOutcome, float]], of_step: dict[str, Any]) -> Progress:
-    """Records the figures of the last step and of all steps ``since`` the last line, each with its seconds.
+def log(
+    run: Run, progress: Progress, unlogged: Sequence[tuple[StepOutcome, float]], last_step: dict[str, Any]
+) -> Progress:
+    """Records the figures of the last step and of the ``unlogged`` steps up to it, each with its seconds.
 
     Raises DivergenceError if an extra finds the loss too far above the usual.
     """
-    outcomes, seconds = [outcome for outcome, _ in since], sum(seconds for _, seconds in since)
+    outcomes, seconds = [outcome for outcome, _ in unlogged], sum(seconds for _, seconds in unlogged)
     # The loss of a step that was skipped, which may not be finite, would hide the others.
     used = [outcome for outcome in outcomes if not outcome.skipped]
     loss_sum = sum((outcome.loss_sum for outcome in used), torch.zeros((), device=run.accelerator.device))
@@ -152,7 +153,7 @@ def log(run: Run, progress: Progress, since: Sequence[tuple[StepOutcome, float]]
     values: dict[str, Any] = {
         "epoch": progress.epoch,
         "loss": loss,
-        **of_step,
+        **last_step,
         "clipped_share": sum(outcome.clipped for outcome in outcomes) / len(outcomes),
         "nonfinite_steps": progress.nonfinite_steps,
         "tokens_per_second": tokens / seconds,
@@ -163,4 +164,4 @@ def log(run: Run, progress: Progress, since: Sequence[tuple[StepOutcome, float]]
     }
     run.extras.each("measured", run, values)
     run.outputs.record(run, "train", progress.step, values)
-    return progress if loss is None else run.extras.pipe("logged", run, progress, loss, progress.step - len(since))
+    return progress if loss is None else run.extras.pipe("logged", run, progress, loss, progress.step - len(unlogged))

@@ -1,8 +1,6 @@
 """A whole run, top to bottom: parse, accelerator, data, model, optimizer, fit, finish; --help lists the flags."""
 
-import atexit
 import os
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -157,17 +155,4 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
 
 
 if __name__ == "__main__":
-    for number, name in (1, "stdout"), (2, "stderr"):  # on Windows a file may lack a character of a model's text
-        if getattr(sys, name) is None:  # it is closed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, os.fdopen(number, "w", closefd=False))
-        getattr(sys, name).reconfigure(errors="backslashreplace")
-    status = main()
-    for name in {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}.intersection(dir(signal)):  # the status is final now
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    launching.exit_with(main)

@@ -62,3 +62,9 @@ def learning_rate_at(step: int, total_steps: int, config: Optimization) -> float
         decay_steps = min(round(config.decay_ratio * total_steps), after_warmup)
         share = min(1.0, left / max(1, decay_steps))
     return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)
+
+
+def set_learning_rate(optimizer: Any, rate: float, config: Optimization) -> None:
+    """Sets the ``rate`` of the schedule; a parameter group with a rate of its own keeps its ratio to the peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * (group.setdefault("initial_lr", group["lr"]) / config.learning_rate)

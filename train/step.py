@@ -41,6 +41,10 @@ class Engine:
         # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
         return [math.ceil(total) for total in counts]
 
+    def any_stop(self, asked: bool) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.total((0, 0, 0, asked))[3] > 0
+
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
         """This rank's part of a micro-batch whose sequences are divided among ranks; surrounds forward and backward."""
         return nullcontext(micro_batch)

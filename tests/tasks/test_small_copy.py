@@ -93,6 +93,11 @@ class Maskless(Mean):
         return super().forward(input_ids)
 
 
+class InATuple(Mean):
+    def forward(self, input_ids: Tensor) -> Any:  # pyright: ignore
+        return (super().forward(input_ids),)
+
+
 class Masked(Mean):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # pyright: ignore
         return super().forward(input_ids, attention_mask)
@@ -118,6 +123,7 @@ class Masked(Mean):
             "classes",
             r"\(2, 8\), .*logits of the shape \(2, 1\), .*_classification needs \(2, 2\)",
         ),
+        (InATuple(), "classes", r"it gives a tuple for logits, and sequence_classification needs \(2, 2\)"),
         (Mean(each=True), "classes", r"logits of the shape \(2, 8, 2\), and sequence_classification needs \(2, 2\)"),
         (Mean(outputs=256, each=True), "causal", r"of the shape \(2, 8, 256\), and causal_lm needs \(2, 8, 300\)"),
     ],

@@ -39,9 +39,10 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
             if not (task.is_causal or _is_alone(config)):  # a mask comes with rows of different lengths alone
                 inputs["attention_mask"] = torch.ones_like(ids)
                 logits = logits_of(small(**inputs))
-            found = tuple(logits.shape) if isinstance(logits, Tensor) else f"no tensor, but a {type(logits).__name__}"
-            problem = f"logits of the shape {found}, and {task.name} needs {needed}"
-            problem = None if found[:-1] == needed[:-1] and found[-1] >= classes else problem
+            shape = logits.shape if isinstance(logits, Tensor) else torch.Size()
+            found = f"logits of the shape {tuple(shape)}" if shape else f"a {type(logits).__name__} for logits"
+            fits = shape[:-1] == needed[:-1] and shape[-1] >= classes
+            problem = None if fits else f"{found}, and {task.name} needs {needed}"
         except Exception as error:  # models fail in their own ways
             problem = f"{type(error).__name__}: {one_line(error, 200)}"
         return problem and f"for {' and '.join(inputs)} {tuple(ids.shape)}, ids below {sizes[0]}, it gives {problem}"

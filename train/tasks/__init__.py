@@ -138,6 +138,9 @@ class Task:
         classes = self.classes_of(documents["label"], label_names) if self.labelled else [None] * len(texts)
         tokenised = zip(texts, classes, self.token_ids(texts, tokenizer), strict=True)
         rows = [row for text, label, ids in tokenised for row in self.cut(text, ids, label, tokenizer)]
+        if absent := set(self.example_columns).difference(*rows[:1]) if rows else ():
+            named = f"example_columns names {', '.join(sorted(absent))}, which its cut does not give"
+            raise UserError(f"task {self.name}: {named}: {', '.join(rows[0])}.")
         return {name: [row[name] for row in rows] for name in self.example_columns}
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:

@@ -158,7 +158,7 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
 
 
 def test_model_without_repeated_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="compile: this model has no repeated layers"):
+    with pytest.raises(UserError, match=r"compile: this model is not of transformers, and has no nn.ModuleList"):
         compile_layers(nn.Linear(2, 2))
 
 
