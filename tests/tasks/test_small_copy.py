@@ -94,8 +94,8 @@ class Maskless(Mean):
 
 
 class InATuple(Mean):
-    def forward(self, input_ids: Tensor) -> Any:  # pyright: ignore
-        return (super().forward(input_ids),)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return (super().forward(input_ids, attention_mask),)
 
 
 class Masked(Mean):
