@@ -36,6 +36,17 @@ def trained_losses(output: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"}
 
 
+def test_a_run_that_is_made_longer_says_that_the_learning_rate_jumps(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--lr_scheduler", "linear", "--warmup_steps", 0, "--learning_rate", 1e-3)
+    notes = []
+    for steps in (2, 4):
+        assert train(recipe, tmp_path, "--max_steps", steps, *flags) == EXIT_DONE
+        said = json.loads((tmp_path / "summary.json").read_text())["notes"]
+        notes.append([line for line in said if line.startswith("learning rate")])
+    jump = "learning rate: step 2 had 5.00e-04, with the present length and schedule it has 7.50e-04"
+    assert notes == [[], [jump]]
+
+
 @pytest.mark.parametrize(
     ("shape", "why"),
     [

@@ -90,6 +90,21 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
         assert [np.asarray(v).tolist() for v in found[name]] == [np.asarray(v).tolist() for v in values]
 
 
+class Renamed(causal_lm.Task):
+    """Gives a column under another name than ``example_columns`` has."""
+
+    def cut(self, *document: Any) -> Any:  # pyright: ignore
+        for row in super().cut(*document):
+            yield {"tokens": row["tokens"], "length": row["length"], "size": row["num_bytes"]}
+
+
+def test_a_column_that_cut_does_not_give_is_named() -> None:
+    task = Renamed(Config())
+    assert task.encode({"text": []}, BYTES, ()) == {name: [] for name in task.example_columns}
+    with pytest.raises(UserError, match="num_bytes, which its cut does not give: tokens, length, size"):
+        task.encode({"text": ["abc"]}, BYTES, ())
+
+
 # causal_lm
 
 

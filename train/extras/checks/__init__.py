@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option, to_values
 from train.extras.checks import settings
+from train.figures import read_metrics
 from train.launch import Launch
 from train.records import Corpus, Run, UserError, exchange
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.records import Parts
+    from train.records import Parts, Progress
     from train.tasks import Task
 
 
@@ -37,7 +38,7 @@ class Options:
 
 class Extra(extras.Extra):
     _data = ""  # a digest of the training examples
-    _pad_id = 0
+    _pad_id = _total_steps = 0
 
     def check(self, config: Config, launch: Launch) -> None:
         settings.check_launch_file()
@@ -107,8 +108,21 @@ class Extra(extras.Extra):
         from train.extras.checks.documents import describe_training
 
         run.outputs.note(*describe_training(run, parts))
+        self._total_steps = parts.total_steps
         if run.accelerator.is_fsdp2 and run.config.optimization.grad_norm_type == "inf":
             fit.check_shards(parts.state.model)
+
+    def resumed(self, run: Run, progress: Progress) -> Progress:
+        """Says where another length or schedule makes the learning rate jump."""
+        from train.optim import learning_rate_at
+
+        logged = read_metrics(run.outputs.metrics) if run.outputs.is_main else ()
+        for row in [row for row in logged if row["kind"] == "train" and row["step"] == progress.step]:
+            rate = learning_rate_at(progress.step - 1, self._total_steps, run.config.optimization)
+            if abs(rate - (before := row["learning_rate"])) > 0.01 * before:
+                jump = f"step {progress.step} had {before:.2e}, with the present length and schedule it has {rate:.2e}"
+                run.outputs.note(f"learning rate: {jump}")
+        return progress
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
