@@ -394,7 +394,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     assert f"a QLoRA step of Llama-3.1-8B's shape on {step['length']:,} tokens fits in [24 GiB]" in readme
     assert "one 3 to 5 % longer did not, in [9 of 9 cases]" in readme
     assert (
-        f"one that trains all its weights, on {whole['length']:,} tokens, in [{whole['peak_bytes'] / 2**30:.0f} GiB]"
+        f"a step that trains all weights on {whole['length']:,} tokens in [{whole['peak_bytes'] / 2**30:.0f} GiB]"
         in readme
     )
     assert rows["+ compiled"]["settings"] == {"gradient_checkpointing": "selective", "loss": "auto", "compile": True}

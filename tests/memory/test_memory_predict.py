@@ -301,6 +301,16 @@ def test_time_and_operations_are_those_of_a_step_without_the_evaluation(predicto
     assert (evaluating.flops, evaluating.seconds) == (alone.flops, pytest.approx(alone.seconds, rel=1e-9))
 
 
+def test_time_is_that_of_forward_and_backward_whatever_makes_the_update(predictor: Predictors) -> None:
+    """Neither what builds the model and the optimizer's state nor the update counts: a step may accumulate."""
+    kinds = [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}, {"max_grad_norm": None}]
+    shape = {**LLAMA, "hidden_size": 256, "vocab_size": 64_000}  # an update takes longer than so few tokens
+    found = [predictor.predict(job(shape, H100, length=16, mixed_precision="bf16", **kind)) for kind in kinds]
+    assert len({(one.flops, one.seconds) for one in found}) == 1
+    once, twice = (predictor.predict(job(shape, H100, length=n, mixed_precision="bf16")) for n in (1024, 2048))
+    assert 1.5 * once.seconds < twice.seconds < 2.1 * once.seconds
+
+
 def test_fp32_products_are_timed_in_tf32_where_that_is_on(predictor: Predictors) -> None:
     a100 = target_of(find_device("a100-80"))
     assert a100.flops_per_second["tf32"] == 8 * a100.flops_per_second["no"]

@@ -35,7 +35,7 @@ MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch h
 
 
 class FakeTracker(StorageTracker):
-    """Tracks storages and ``costs``, answers what only data could, and adds the buffers inside kernels.
+    """Tracks storages and ``costs`` of forward and backward, answers what only data could, adds buffers inside kernels.
 
     Each allocation and free is recorded in ``trace``.
     """
@@ -69,7 +69,8 @@ class FakeTracker(StorageTracker):
         # below zero: no storage has such a key
         self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
         self.observe(func, sum(sizes))
-        self.costs.count(func, args, kwargs, result, self.repeats)
+        if self.phase in ("forward", "backward"):
+            self.costs.count(func, args, kwargs, result, self.repeats)
         return result
 
     def restart_trace(self) -> None:

@@ -5,8 +5,6 @@ that recomputes its layers those of one layer outgrow everything else at long se
 keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, cast
