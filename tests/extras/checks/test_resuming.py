@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,20 @@ def test_code_that_has_changed_is_told_and_does_not_stop_the_run(tmp_path: Path)
     (tmp_path / "my_model.py").write_text("scale = -3.0\n")
     Extra().check_identity(run, FOLDER, Extra().identity(run, data), first)
     [line] = run.outputs.notes
-    what = "the code of the task or model, or the model's config.json,"
+    what = "the code of the task, model or step, or the model's config.json,"
     assert line == f"WARNING: {what} has changed since step-00000001 was written"
+
+
+@pytest.mark.parametrize("name", ["step", "loop", "optim"])
+def test_an_edited_step_counts_as_changed_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth route of a fork."""
+    config = Config().changed(model=str(tmp_path), tokenizer="bytes")
+    run, data = run_for(config), replace(causal_data(config, [4]), tokenizer=tokenizer_of("bytes"))
+    module = import_module(f"train.{name}")
+    before = Extra().identity(run, data)["code"]
+    (tmp_path / "edited.py").write_text(Path(str(module.__file__)).read_text() + "# edited\n")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "edited.py"))
+    assert Extra().identity(run, data)["code"] != before
 
 
 def test_a_models_config_json_that_has_changed_is_told(tmp_path: Path) -> None:

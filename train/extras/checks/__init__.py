@@ -139,7 +139,7 @@ class Extra(extras.Extra):
             "training data": self._data,
             "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
             "mixed_precision": run.accelerator.mixed_precision,
-            "code": code_digest(type(data.task).__module__, source),
+            "code": code_digest(type(data.task).__module__, source, "train.step", "train.loop", "train.optim"),
         }
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Extra(extras.Extra):
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
         changed = [name for name in differ if name != "code"]
         if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
-            what = "the code of the task or model, or the model's config.json,"
+            what = "the code of the task, model or step, or the model's config.json,"
             run.outputs.note(f"WARNING: {what} has changed since {checkpoint} was written")
         # Steps of another optimizer or batch would not continue those that are made, whatever is allowed.
         is_fixed = not {"optimizer", "global_batch_size", "adapter"}.isdisjoint(changed)
