@@ -223,6 +223,11 @@ def test_gradient_health_shows_how_far_layers_are_apart() -> None:
     assert {"the largest", "the smallest", "1e\N{MINUS SIGN}05", "1"} <= set(texts)
 
 
+def test_passes_over_the_data_are_counted_in_english() -> None:
+    counted = [re.findall(r">([^<>]+ epochs?)<", _page({**SUMMARY, "epochs": n}, [])) for n in (1.0, 0.25, 2.0)]
+    assert counted == [["1 epoch"], ["0.25 epochs"], ["2 epochs"]]
+
+
 def test_memory_is_shown_by_kind_and_phase():
     rows = re.findall('<th scope="row">([^<]+)</th><td>([^<]+)</td>', _page(SUMMARY, []))
     assert {("optimizer state", "1.00 GiB"), ("forward", "2.75 GiB"), ("backward", "3.00 GiB")} <= set(rows)

@@ -101,7 +101,7 @@ def _cards(summary: Mapping[str, Any]) -> str:
         (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best at step {:,}".format)),
         ("Tokens per second", get("tokens_per_second", count), get("mfu", "MFU {:.1%}".format)),
         ("Peak memory", get("peak_allocated_bytes", gib), predicted),
-        ("Training time", get("training_seconds", duration), get("epochs", "{:.3g} epochs".format)),
+        ("Training time", get("training_seconds", duration), get("epochs", lambda n: f"{n:.3g} epoch{'s' * (n != 1)}")),
     ]
     boxes = ""
     for name, value, more in cards:
