@@ -43,7 +43,7 @@ def test_a_run_that_is_made_longer_says_that_the_learning_rate_jumps(recipe: Pat
         assert train(recipe, tmp_path, "--max_steps", steps, *flags) == EXIT_DONE
         said = json.loads((tmp_path / "summary.json").read_text())["notes"]
         notes.append([line for line in said if line.startswith("learning rate")])
-    jump = "learning rate: step 2 had 5.00e-04, with the present length and schedule it has 7.50e-04"
+    jump = "learning rate: step 2 had 5.00e-04, with the present settings it has 7.50e-04"
     assert notes == [[], [jump]]
 
 

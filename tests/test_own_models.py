@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from train.config import Config
-from train.extras.activations.recompute import enable_checkpointing
+from train.extras.activations.recompute import Recomputed, enable_checkpointing
 from train.extras.losses import Extra as Losses
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import choose_loss
@@ -292,10 +292,10 @@ class Layer(nn.Module):
         self.project, self.drop = nn.Linear(16, 48), nn.Dropout(0.2)
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    def forward(self, hidden: Tensor, *, scale: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *, cache: Tensor) -> Tensor:  # under a name that transformers has use for
         heads = (part.unsqueeze(1) for part in self.project(hidden).chunk(3, -1))
         hidden = hidden + self.drop(nn.functional.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1))
-        return hidden + scale * sum(expert(hidden).relu() for expert in self.experts)
+        return hidden + cache * sum(expert(hidden).relu() for expert in self.experts)
 
 
 class OfLayers(nn.Module):
@@ -308,7 +308,7 @@ class OfLayers(nn.Module):
         hidden = self.embed(input_ids)
         for stage in self.stages:
             for layer in stage:  # pyright: ignore
-                hidden = layer(hidden, scale=self.scale)
+                hidden = layer(hidden, cache=self.scale)
         return self.head(hidden)
 
 
@@ -351,7 +351,7 @@ def test_layers_in_lists_are_recomputed_to_the_same_gradients(kind: type[nn.Modu
     assert found_names == names and len(found) == len(gradients) > 4
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    layers = sum(isinstance(module, GradientCheckpointingLayer | Recomputed) for module in model.modules())
     assert layers == (4 if kind is OfLayers else 1)  # not the experts
     assert kept < (0.6 if every == 1 else 0.9) * plain, (kept, plain)
 
@@ -359,3 +359,40 @@ def test_layers_in_lists_are_recomputed_to_the_same_gradients(kind: type[nn.Modu
 def test_a_module_without_lists_of_layers_says_what_checkpointing_and_compilation_need() -> None:
     with pytest.raises(UserError, match=r"gradient_checkpointing: full .* no nn.ModuleList of layers. Use none."):
         enable_checkpointing(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), "full")
+
+
+class Unlike(nn.Module):
+    """Lists of what is no layer, and layers in a dict in a list, of a class that others cannot derive from."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.tables, self.heads = nn.ModuleList([nn.Embedding(20, 16)]), nn.ModuleList([nn.Linear(16, 20)])
+        self.layers = nn.ModuleList([nn.ModuleDict({"one": layer})])
+
+
+class Final(Layer):
+    def __init_subclass__(cls, name: str) -> None:
+        raise TypeError("final")
+
+
+def test_what_is_marked_as_a_layer() -> None:
+    model = Unlike(Layer())
+    enable_checkpointing(model, "full")
+    assert [name for name, module in model.named_modules() if isinstance(module, Recomputed)] == ["layers.0.one"]
+    assert type(model.heads[0]) is nn.Linear  # as a loss in chunks wants it
+    with pytest.raises(UserError, match=r"gradient_checkpointing: full .* no nn.ModuleList of layers"):
+        enable_checkpointing(Unlike(torch.jit.script(nn.Sequential(nn.Linear(16, 16)))), "full")
+    with pytest.raises(UserError, match=r"Final cannot be recomputed or compiled: .*final"):
+        enable_checkpointing(Unlike(Final()), "full")
+
+
+def test_a_module_that_switches_its_checkpoints_itself_is_left_to_it() -> None:
+    class Switched(OfLayers):
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+            self.asked = gradient_checkpointing_kwargs
+
+    model = Switched().train()
+    enable_checkpointing(model, "full")
+    assert model.asked == {"use_reentrant": False}
+    assert model(torch.arange(8)[None]).shape == (1, 8, 20)
+    assert not any(isinstance(module, Recomputed) for module in model.modules())

@@ -8,9 +8,12 @@ import pytest
 import torch
 import transformers
 from made_tokenizers import tokenizer_of
+from support import run_for
 from test_model import BYTES, CLASSES, END, GPT2, LLAMA, MASKED, PAD, SHAPE, built
 from torch import Tensor
 
+from train.config import Config
+from train.extras.new_models import Extra
 from train.records import UserError
 from train.tasks import pad_token_id
 
@@ -103,3 +106,38 @@ def test_a_start_token_that_also_pads_is_still_learned() -> None:
     model(torch.tensor([[END, 5, 6]])).logits.sum().backward()
     gradient = model.get_input_embeddings().weight.grad  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(gradient, Tensor) and gradient[END].abs().sum() > 0
+
+
+def _raised(folder: Path, what: Exception) -> Exception:
+    """``what`` as a file in ``folder`` raises it."""
+    code = compile("raise what", str(folder / "modeling_llama.py"), "exec")
+    try:
+        exec(code, {"what": what})
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+MISFIT = "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 1"
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "is_told"),
+    [
+        ("transformers/models/llama", RuntimeError(MISFIT), True),
+        ("models/my_fork", RuntimeError(MISFIT), False),  # a bug in one's own code keeps its traceback
+        ("transformers/models/llama", RuntimeError("expected scalar type Long but found Int"), False),
+        ("transformers/models/llama", OSError(28, "No space left on device"), False),
+        ("transformers/models/llama", MemoryError(), False),
+        ("transformers/models/llama", RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        ("transformers/models/llama", IndexError("index out of range in self"), False),
+    ],
+)
+def test_only_sizes_that_do_not_fit_each_other_are_told_in_place_of_a_traceback(
+    where: str, what: Exception, is_told: bool, tmp_path: Path
+) -> None:
+    run = run_for(Config().changed(model_config={"model_type": "llama"}, tokenizer="bytes"))
+    said = Extra().failed(run, _raised(tmp_path / where, what))
+    assert (said is not None) is is_told
+    if said is not None:
+        assert said.startswith(f"model_config: llama fails in modeling_llama.py:1: {MISFIT}. Do its sizes")

@@ -98,7 +98,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     import torch
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from train.extras.activations.recompute import layers_of
+    from train.extras.activations.recompute import Recomputed, layers_of
 
     compiled = cache(partial(torch.compile, backend=backend))
 
@@ -107,14 +107,14 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
         return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
 
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers_of(model)
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
+    known = layers_of(model)
+    layers = [m for m in model.modules() if m in known or type(m).__name__ in names]
     if not layers:
         raise UserError("compile: this model is not of transformers, and has no nn.ModuleList of layers. Leave it out.")
     # From transformers 5.23 on a layer recomputes within its forward, before that around its call.
     is_within = "__call__" not in vars(GradientCheckpointingLayer)
     for layer in layers:
         layer.compile(backend=backend)
-        if is_within and getattr(layer, "gradient_checkpointing", False):
+        if (is_within or isinstance(layer, Recomputed)) and getattr(layer, "gradient_checkpointing", False):
             vars(layer)["_gradient_checkpointing_func"] = partial(within, layer._gradient_checkpointing_func)
     return len(layers)

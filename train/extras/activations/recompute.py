@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.host_memory import StreamTransfers
-from train.records import UserError
+from train.records import UserError, one_line
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
 # One of a long sequence that is larger comes back when it is needed: its layer computes many times longer.
@@ -61,26 +61,44 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             getattr(model, "disable_input_require_grads", list)()
 
 
+class Recomputed(nn.Module):
+    """What layers of a module of your own are, too: as those of transformers they recompute where they are told to."""
+
+    gradient_checkpointing = False
+
+
 def layers_of(model: nn.Module) -> list[Any]:
-    """Its layers as transformers marks them; in a module of your own, what is in its lists is marked so."""
-    for layer in () if hasattr(model, "_from_config") else _in_lists(model):
-        if not isinstance(layer, GradientCheckpointingLayer):
-            layer.__class__ = _marked(type(layer))
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Its layers as transformers marks them; in a module of your own, those in its lists are marked, too."""
+    for layer in () if hasattr(model, "gradient_checkpointing_enable") else _in_lists(model):
+        if not isinstance(layer, GradientCheckpointingLayer | Recomputed | torch.jit.ScriptModule):
+            try:
+                layer.__class__ = _marked(type(layer))
+            except Exception as error:  # a class may do anything where another one derives from it
+                raise UserError(
+                    f"{type(layer).__name__} cannot be recomputed or compiled: {one_line(error)}."
+                ) from None
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer | Recomputed)]
 
 
-def _in_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """What the outermost lists of ``module`` hold; lists within it, as of experts, stay as they are."""
+def _in_lists(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
+    """What the outermost lists hold, also in lists and dicts, and has parts: a product or a norm keeps its input."""
     for child in module.children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
-            yield child
-        else:
+        if getattr(type(child), "forward", None) is nn.Module.forward:
+            yield from _in_lists(child, is_list or isinstance(child, nn.ModuleList))
+        elif not is_list:
             yield from _in_lists(child)
+        elif next(child.children(), None) is not None:
+            yield child
 
 
 @cache
-def _marked(kind: type) -> type:
-    return type(kind.__name__, (GradientCheckpointingLayer, kind), {"__module__": kind.__module__})
+def _marked(kind: Any) -> type:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(kind.forward, self, **kwargs)
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        return self._gradient_checkpointing_func(whole, *args) if recomputes else whole(*args)
+
+    return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__, "forward": forward})
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

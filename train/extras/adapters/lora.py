@@ -6,8 +6,6 @@ state exist for the adapters alone. A checkpoint holds the adapters and a digest
 resumes builds these again, and stops if they came out different.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import re

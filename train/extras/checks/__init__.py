@@ -120,7 +120,7 @@ class Extra(extras.Extra):
         for row in [row for row in logged if row["kind"] == "train" and row["step"] == progress.step]:
             rate = learning_rate_at(progress.step - 1, self._total_steps, run.config.optimization)
             if abs(rate - (before := row["learning_rate"])) > 0.01 * before:
-                jump = f"step {progress.step} had {before:.2e}, with the present length and schedule it has {rate:.2e}"
+                jump = f"step {progress.step} had {before:.2e}, with the present settings it has {rate:.2e}"
                 run.outputs.note(f"learning rate: {jump}")
         return progress
 

@@ -1,7 +1,5 @@
 """Labels that cannot be learned, and what a person should know about data and model before training."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

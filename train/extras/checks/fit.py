@@ -1,7 +1,5 @@
 """Whether model, tokenizer, length and task fit each other; told before documents are tokenised, where possible."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

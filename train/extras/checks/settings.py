@@ -1,7 +1,5 @@
 """Settings that cannot work together, found before anything is loaded."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

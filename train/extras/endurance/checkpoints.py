@@ -1,7 +1,5 @@
 """Checkpoints written in the background, complete or absent like any other; and going back to one after divergence."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

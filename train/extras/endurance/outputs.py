@@ -1,7 +1,5 @@
 """Files of a run that outlive a full disk, damage, and runs that start from scratch in the same folder."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

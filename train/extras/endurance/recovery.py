@@ -4,8 +4,6 @@ The gradient of a step is a sum over the examples of its global batch, divided b
 first forward (``train.step``). So a micro-batch that did not fit can be split without changing the update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

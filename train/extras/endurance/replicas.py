@@ -1,7 +1,5 @@
 """Data parallelism keeps equal weights on all ranks; a rank whose weights drift away from the others' is named."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

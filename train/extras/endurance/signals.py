@@ -1,7 +1,5 @@
 """Signals that ask a run to stop, so that it ends with a checkpoint; processes that load batches leave them to it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the gradient tells while a step has it: its health, layer by layer, and its noise scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

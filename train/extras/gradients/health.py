@@ -6,8 +6,6 @@ before clipping and without its loss scale. Exponents of fp32 are counted: one p
 flush or overflow, and what any bound on values would clip.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

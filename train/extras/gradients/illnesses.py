@@ -6,8 +6,6 @@ healthy ≤ 13, learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9
 those of arXiv 1710.03740.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias

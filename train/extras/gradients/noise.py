@@ -4,8 +4,6 @@ G is the mean gradient of one target and Σ its covariance. The mean over n targ
 norms at two sizes give both (appendix A.1): the global batch, and the first micro-batch of a rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

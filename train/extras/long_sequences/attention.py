@@ -5,8 +5,6 @@ implementation here, registered in its place, gets the lengths instead: on a car
 in one call, elsewhere each document is attended to by itself. Without lengths it is ``sdpa``.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence

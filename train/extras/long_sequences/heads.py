@@ -6,8 +6,6 @@ KiB a token. No head needs another's, so the same kernel can be called for some 
 within torch's operators for CUDA, and so for all that call them: packed rows, compiled layers, context parallelism.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from functools import cache, partial

@@ -4,8 +4,6 @@ A packed row is one example to everything that batches, orders, counts and resum
 becomes one sequence only in a batch, which says where each begins (:class:`.documents.Documents`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

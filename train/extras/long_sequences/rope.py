@@ -1,7 +1,5 @@
 """Models on sequences longer than they were trained for: scaled rotary positions, attention with a window."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Micro-batches formed by tokens, padding included, instead of by a number of examples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

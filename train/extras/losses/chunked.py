@@ -3,8 +3,6 @@
 With a large vocabulary the logits are the largest tensor of a step. Here only those of one chunk are ever there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

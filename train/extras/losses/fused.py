@@ -5,8 +5,6 @@ loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Argument
 :func:`train.extras.losses.chunked.chunked_sum`.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from importlib.util import find_spec

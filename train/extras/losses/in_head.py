@@ -1,7 +1,5 @@
 """The loss computed inside the output embedding, where hidden states and weight are, and which one a model gets."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field

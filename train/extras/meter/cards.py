@@ -1,7 +1,5 @@
 """Cards by name: memory, bandwidth and arithmetic rates. Needs no torch."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 That makes a step slower by a fifth and a very short one by more, so only few are followed.
 """
 
-from __future__ import annotations
-
 import operator
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Memory on CUDA by the allocator's own counters: nothing is polled, and nothing waits for the device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from typing import Any

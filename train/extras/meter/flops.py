@@ -5,8 +5,6 @@ that a run does not look better for doing more work. For the same reason, and un
 that see each other count: half of the square if attention is causal, within a window or a packed document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple

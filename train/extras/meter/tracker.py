@@ -4,8 +4,6 @@ One tracker serves real tensors on a CPU, where it is the meter, and fake tensor
 prediction. Storages are counted, not tensors: views share one, and what is freed is seen when the storage goes.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterable

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.extras.oom import parse_oom
 from train.records import Run, UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from train.tasks import Task
+
+MISFIT = "size of tensor|shapes cannot be multiplied|invalid for input of size|index k out of range"  # as torch says
 
 
 class Extra(extras.Extra):
@@ -35,14 +36,16 @@ class Extra(extras.Extra):
             raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Says that sizes may not fit each other where the model's code fails before the first step."""
-        own = run.config.architecture if run is not None and not run.outputs.seconds_to_first_step else None
-        if own is None or own.model_config is None or parse_oom(str(error)) or hasattr(error, "__notes__"):
-            return None
+        """Says where the sizes of a model do not fit each other, which its own code finds in the first forward."""
+        own = run.config.architecture if run is not None else None
         frames = traceback.extract_tb(error.__traceback__)
-        found = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if Path(f.filename).parts[-3:-2] == ("models",)]
+        frames = [f for f in frames if not {"torch", "meter"} & {*Path(f.filename).parts}]  # which the model calls
+        if own is None or own.model_config is None or not frames or not re.search(MISFIT, str(error)):
+            return None
+        if "transformers" not in (path := Path(frames[-1].filename)).parts:
+            return None
         hint = "Do its sizes fit each other, such as num_attention_heads and num_key_value_heads?"
-        return f"model_config: {own.name} fails in {found[-1]}: {one_line(error)}. {hint}" if found else None
+        return f"model_config: {own.name} fails in {path.name}:{frames[-1].lineno}: {one_line(error)}. {hint}"
 
 
 def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:

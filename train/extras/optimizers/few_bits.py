@@ -5,8 +5,6 @@ often it is repeated. Two remedies (arXiv 2010.06192): round up or down at rando
 keep what rounding added in a second number for each weight, and subtract it the next time (Kahan's summation).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ As soon as the gradient of a parameter is complete, the parameter is updated and
 gradient to accumulate, and none to clip by the norm of all; so this is for one micro-batch a step, in one process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
