@@ -1,4 +1,4 @@
-"""What the launch file decided (world size, sharding, precision), what accelerate has to know of it; the exit."""
+"""What the launch file decided (processes, sharding, precision), what accelerate has to know of it, how a run exits."""
 
 from __future__ import annotations
 

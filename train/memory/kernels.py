@@ -124,7 +124,7 @@ def attention_kernel(
     is_half, is_strided = query.dtype in HALF, any(t.stride(-1) != 1 for t in (*tensors, mask) if t is not None)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_plain_type = is_half or query.dtype == torch.float32
-    # Heads that do not divide, math refuses, with and without a card.
+    # Math refuses heads that do not divide, with or without a card.
     if query.ndim != 4 or query.shape[1] % key.shape[1] or is_strided or not is_plain_type or capability > (12, 1):
         return "math"
     if is_half and card.prefers_cudnn and CUDNN_FIRST and _cudnn_takes(sizes, capability, trains):

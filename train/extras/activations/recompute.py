@@ -62,13 +62,13 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
 
 
 class Recomputed(nn.Module):
-    """What layers of a module of your own are, too: as those of transformers they recompute where they are told to."""
+    """Mixed into the layers of a module of your own: they recompute where they are told to, as transformers' do."""
 
     gradient_checkpointing = False
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """Its layers as transformers marks them; in a module of your own, those in its lists are marked, too."""
+    """The layers of ``model`` that can recompute: those of transformers or, in a module of your own, of its lists."""
     for layer in () if hasattr(model, "gradient_checkpointing_enable") else _in_lists(model):
         if not isinstance(layer, GradientCheckpointingLayer | Recomputed | torch.jit.ScriptModule):
             try:
@@ -81,7 +81,7 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 
 def _in_lists(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
-    """What the outermost lists hold, also in lists and dicts, and has parts: a product or a norm keeps its input."""
+    """Modules in the outermost lists, but not single products or norms: to recompute those saves nothing."""
     for child in module.children():
         if getattr(type(child), "forward", None) is nn.Module.forward:
             yield from _in_lists(child, is_list or isinstance(child, nn.ModuleList))
