@@ -28,10 +28,11 @@ from faults.injections import (
     quick_roll_call,
     several,
 )
-from faults.processes import FSDP2, KILLED, Ended, Fault, Job, started
+from faults.processes import FSDP2, KILLED, Ended, Fault, Job, run, started
 from support import checkpoint_digests, final_files, log_of, write_recipe
 
 from train.checkpoint import verify
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
@@ -245,6 +246,20 @@ def test_files_that_killed_runs_were_writing_do_not_stay(tmp_path: Path) -> None
         assert hidden(output) - {".lock"}
     assert [end.status for end in its.run("killed")] == [EXIT_DONE]
     assert hidden(output) == hidden(its.whole) == {".lock"}
+
+
+def test_killed_with_lines_of_the_second_save_before_the_first_one_is_whole(tmp_path: Path) -> None:
+    """A slow disk: the log may be one save ahead of the checkpoints, which is no sign that some were removed."""
+    flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--output_dir", tmp_path / "run")
+    fault = several(
+        at_call("train.checkpoint:complete", partial(time.sleep, 60)), at_call("train.outputs:Outputs.save", die, 2)
+    )
+    assert [end.status for end in run(flags, tmp_path / "logs", fault=fault)] == [KILLED]
+    assert hidden(tmp_path / "run") == {".lock", ".partial-step-00000002"}
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 4
+    [ended] = run(flags, tmp_path / "logs")
+    assert ended.status == EXIT_DONE and "earlier run" not in ended.said
+    assert hidden(tmp_path / "run") == {".lock"} and not (tmp_path / "run" / "previous-1").exists()
 
 
 def hidden(output: Path) -> set[str]:

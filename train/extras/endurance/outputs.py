@@ -25,7 +25,8 @@ class DurableOutputs(Outputs):
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
         steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
         begins = self.config.output.resume == "auto" and not progress.step and not self.steps()
-        if is_lost := begins and (self.earlier_summary or max(steps, default=0) >= 2 * (every or math.inf)):
+        # The log of a killed run may be one save ahead of the checkpoint that was on its way.
+        if is_lost := begins and (self.earlier_summary or max(steps, default=0) > 2 * (every or math.inf)):
             self.say(f"no checkpoint of the earlier run is left in {self.checkpoints}: it is trained from scratch")
         if is_lost or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
