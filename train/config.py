@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: recipe keys that this
-    flag overrides; ``is_path``: expands ~; ``everyday``: listed first; ``alone``: the value of the flag by itself."""
+    """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``needs``: the option without which
+    this one is refused; ``replaces``: recipe keys that this flag overrides; ``is_path``: expands ~; ``everyday``:
+    listed first; ``alone``: the value of the flag by itself."""
     return field(default=default, metadata={"help": help, **rules})
 
 
@@ -209,8 +210,9 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
             hint, name, alone = known[entry.name][0], entry.name, alone_value(entry.name)
             place = first if entry.metadata.get("everyday") else group
             nargs = "?" if alone else "*" if get_origin(hint) is tuple else None
-            text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
-            place.add_argument(f"--{name}", metavar="…", nargs=nargs, const=alone, help=text)
+            needs = f"; needs {entry.metadata['needs']}" if "needs" in entry.metadata else ""
+            text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}{needs}]"
+            place.add_argument(f"--{name}", metavar="…", nargs=nargs, const=alone, help=text.replace("%", "%%"))
     try:
         found, unknown = parser.parse_known_args([argument(word) for word in arguments])
     except argparse.ArgumentError as error:
@@ -290,10 +292,7 @@ def from_values(values: dict[str, Any]) -> Config:
         own[name] = tuple(value) if isinstance(value, list) else value
         if known[name][1].metadata.get("is_path") and isinstance(value, str):
             own[name] = os.path.expanduser(value)  # noqa: PTH111 - unlike Path's, leaves a home that is not there
-    found = {
-        section: cls(**{f.name: own[f.name] for f in dataclasses.fields(cls) if f.name in own})
-        for section, cls in sections().items()
-    }
+    found = {name: cls(**{key: own[key] for key in vars(cls()) if key in own}) for name, cls in sections().items()}
     return Config(**{name: found.pop(name) for name in CORE}, extras=found)
 
 

@@ -401,7 +401,7 @@ def test_resuming_with_another_adapter_names_it(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora_rank", "8"), "lora_rank: 8 needs adapter: lora or qlora"),
+        (("--lora_rank", "8"), "lora_rank needs adapter. Give that, too, or leave lora_rank out."),
         (("--adapter", "lora", "--lora_rank", "0"), "lora_rank: 0 is not valid: it must be at least 1"),
         (("--adapter", "lora", "--lora_alpha", "0"), "lora_alpha: 0 is not valid: it must be above 0"),
         (

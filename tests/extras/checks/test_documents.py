@@ -97,11 +97,9 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
         "sgd_momentum: does nothing with --optimizer adamw",
     ]
     assert describe(data, config.changed(decay_ratio=0.5, lr_scheduler="warmup_stable_decay")) == []
-    assert describe(data, config.changed(gradient_health_every_steps=5, hub_model_id="me/mine")) == [
-        "gradient_health_every_steps: does nothing with --gradient_health False",
-        "hub_model_id: does nothing with --push_to_hub False",
+    assert describe(data, config.changed(hub_model_id="me/mine")) == [
+        "hub_model_id: does nothing with --push_to_hub False"
     ]
-    assert describe(data, config.changed(gradient_health_every_steps=5, gradient_health=True)) == []
 
 
 def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train import extras
-from train.config import Config
+from train.config import Config, fields, parse
 from train.extras.checks.settings import check_launch_file
 from train.launch import Launch
 from train.main import start
@@ -85,6 +85,39 @@ def test_processes_that_do_not_know_each_other_move_no_files(tmp_path: Path, mon
     with pytest.raises(UserError, match="started 2 processes, but this one knows of 1"):
         start(config, Launch(world_size=2), extras.join(), [])
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+WITHOUT_EFFECT = {
+    ("gradient_checkpointing_every_n_layers", "2"): ("gradient_checkpointing", "full"),
+    ("gradient_checkpointing_offload", "True"): ("gradient_checkpointing", "selective"),
+    ("rope_scaling_factor", "2"): ("rope_scaling", "yarn"),
+    ("gradient_health_every_steps", "5"): ("gradient_health", "True"),
+    ("max_rollbacks", "1"): ("save_every_steps", "5"),
+    ("load_best_model_at_end", "True"): ("eval_every_steps", "5"),
+    ("early_stopping_patience", "1"): ("eval_every_steps", "5"),
+    ("lora_rank", "4"): ("adapter", "lora"),
+    ("hub_private_repo", "True"): ("push_to_hub", "True"),
+    ("push_to_hub", "True"): ("hub_model_id", "a/b"),
+}
+"""Options, each with what it needs and a value of that."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_an_option_that_would_do_nothing_is_refused(name: tuple[str, str]) -> None:
+    needs, value = WITHOUT_EFFECT[name]
+    base = ["--tokenizer", "bytes", "--model_config", '{"model_type": "gpt2"}', "--hub_model_id", "a/b"]
+    if needs in ("hub_model_id", "save_every_steps"):
+        base += [f"--{needs}", "None"]
+    own, other = f"--{name[0]}={name[1]}", f"--{needs}={value}"
+    with pytest.raises(UsageError, match=f"^{name[0]} needs {needs}. Give that, too, or leave {name[0]} out.$"):
+        parse([*base, own])
+    assert parse([*base, own, other]).get(name[0])
+    assert parse([*base, f"--{name[0]}={fields()[name[0]][1].default}"])  # as in the config.yaml of a run
+
+
+def test_all_that_need_another_option_are_tried_above() -> None:
+    known = {name for name, (_, entry) in fields().items() if "needs" in entry.metadata}
+    assert known == {name for name, _ in WITHOUT_EFFECT} | {"lora_alpha", "lora_dropout", "lora_target_modules"}
 
 
 def test_a_hint_names_no_flag_that_was_deleted() -> None:

@@ -39,7 +39,7 @@ def run_with(**values: Any) -> Run:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_rollbacks": 1, "save_every_steps": None}, "max_rollbacks: 1 needs save_every_steps"),
+        ({"max_rollbacks": 1, "save_every_steps": None}, "max_rollbacks needs save_every_steps"),
         ({"max_rollbacks": -1}, "max_rollbacks: -1 is not valid"),
         ({"loss_spike_factor": 1.0}, "loss_spike_factor: 1.0 is not valid: it must be above 1"),
         ({"loss_spike_factor": math.inf}, "loss_spike_factor: inf is not valid"),

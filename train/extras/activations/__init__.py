@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from train.model import ModelWithLoss
     from train.tasks import Task
 
+of_layers = partial(option, needs="gradient_checkpointing")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,8 +29,8 @@ class Options:
     gradient_checkpointing: Literal["none", "full", "selective", "auto"] | bool = option(
         "none", "Recompute layers in backward; selective: not attention; auto: as fits.", everyday=True, alone="full"
     )
-    gradient_checkpointing_every_n_layers: int = option(1, "Checkpoint only every n-th layer.", ge=1)
-    gradient_checkpointing_offload: bool = option(False, "Keep inputs of checkpointed layers in pinned host memory.")
+    gradient_checkpointing_every_n_layers: int = of_layers(1, "Checkpoint only every n-th layer.", ge=1)
+    gradient_checkpointing_offload: bool = of_layers(False, "Keep inputs of checkpointed layers in pinned host memory.")
     tiled_mlp: bool = option(False, "Compute MLPs and norms some tokens at a time.")
     compile: bool = option(False, "Compile each layer by torch.compile: faster on a GPU after minutes of compiling.")
 
@@ -41,11 +43,9 @@ class Extra(extras.Extra):
     def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
-        if kind in ("none", "auto") and every > 1:
-            needed = "needs gradient_checkpointing: full or selective; auto chooses it itself"
-            raise UsageError(f"gradient_checkpointing_every_n_layers: {every} {needed}.")
-        if kind == "none" and own.gradient_checkpointing_offload:
-            raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
+        if kind == "auto" and every > 1:
+            chosen = "is chosen by gradient_checkpointing: auto itself: leave it out, or give full or selective"
+            raise UsageError(f"gradient_checkpointing_every_n_layers {chosen}.")
         if kind == "auto" and "memory" in extras.missing():
             raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
         is_deepspeed = launch.engine == "deepspeed"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
+of_lora = functools.partial(option, needs="adapter")
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Options:
     """Small trained matrices next to frozen layers."""
 
     adapter: Literal["none", "lora", "qlora"] = option("none", "qlora: with the frozen layers in 4 bits.")
-    lora_rank: int = option(16, "Rank of the trained matrices.", ge=1)
-    lora_alpha: float = option(32.0, "Output of the matrices is scaled by lora_alpha / lora_rank.", gt=0)
-    lora_dropout: float = option(0.0, "Dropout of their inputs.", ge=0, lt=1)
-    lora_target_modules: tuple[str, ...] = option(
+    lora_rank: int = of_lora(16, "Rank of the trained matrices.", ge=1)
+    lora_alpha: float = of_lora(32.0, "Output of the matrices is scaled by lora_alpha / lora_rank.", gt=0)
+    lora_dropout: float = of_lora(0.0, "Dropout of their inputs.", ge=0, lt=1)
+    lora_target_modules: tuple[str, ...] = of_lora(
         ("all-linear",), "Layers that get them, by the ends of their names; all-linear: all except the output head."
     )
 
@@ -39,8 +41,6 @@ class Extra(extras.Extra):
     def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         if own.adapter == "none":
-            if given := [f.name for f in fields(Options) if getattr(own, f.name) != f.default]:
-                raise UsageError(f"{given[0]}: {getattr(own, given[0])} needs adapter: lora or qlora.")
             return
         names = own.lora_target_modules
         if not names or (len(names) > 1 and "all-linear" in names):

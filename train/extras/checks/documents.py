@@ -69,8 +69,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")
     unread |= {"sgd_momentum": "optimizer"} if config.get("optimizer") != "sgd" else {}
     unread |= {"decay_ratio": "lr_scheduler"} if config.get("lr_scheduler") != "warmup_stable_decay" else {}
-    unread |= {} if config.get("gradient_health") else {"gradient_health_every_steps": "gradient_health"}
-    unread |= {} if config.get("push_to_hub") else dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub")
+    unread |= {} if config.get("push_to_hub") else {"hub_model_id": "push_to_hub"}
     changed = [name for name in sorted(unread.keys() & known) if config.get(name) != known[name][1].default]
     return [*lines, *(f"{name}: does nothing with --{(by := unread[name])} {config.get(by)}" for name in changed)]
 

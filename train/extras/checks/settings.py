@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from train.config import Config, to_values
+from train.config import Config, fields, to_values
 from train.launch import Launch, read_launch
 from train.records import UsageError
 
@@ -37,7 +37,11 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
 
 def check_settings(config: Config, launch: Launch) -> None:
     """Raises UsageError for values, and combinations of them, that cannot work."""
-    for name, value in to_values(config).items():
+    for name, value in (values := to_values(config)).items():
+        entry = fields()[name][1]
+        needed = entry.metadata.get("needs")
+        if needed and value != entry.default and values.get(needed) in (None, False, "none"):
+            raise UsageError(f"{name} needs {needed}. Give that, too, or leave {name} out.")
         if isinstance(value, str) and not value.strip():  # a variable that was not set
             raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
         if isinstance(value, int) and value >= 2**63:  # torch and Arrow hold no more

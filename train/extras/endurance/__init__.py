@@ -24,7 +24,7 @@ from train.extras.endurance.signals import Signals, deliver
 from train.extras.endurance.streams import outlive_readers
 from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
-from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
+from train.records import DivergenceError, Progress, Run, StopAtOnce, UserError, exchange
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,7 +57,7 @@ class Options:
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
     loss_spike_factor: float | None = option(None, "Stop if the logged loss is above this many times the usual.", gt=1)
-    max_rollbacks: int = option(0, "How often a diverging run goes back to a checkpoint and skips data.", ge=0)
+    max_rollbacks: int = option(0, "Times that divergence goes back and skips data.", ge=0, needs="save_every_steps")
 
 
 class Extra(extras.Extra):
@@ -69,10 +69,6 @@ class Extra(extras.Extra):
     _lock: Any = None
     _compare_replicas: Callable[[int, bool], None] = staticmethod(lambda step, is_saved: None)
     _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
-
-    def check(self, config: Config, launch: Launch) -> None:
-        if (most := config.of(Options).max_rollbacks) and config.output.save_every_steps is None:
-            raise UsageError(f"max_rollbacks: {most} needs save_every_steps: nothing to go back to.")
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:

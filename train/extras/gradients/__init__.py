@@ -16,7 +16,9 @@ class Options:
     """What the gradient tells."""
 
     gradient_health: bool = option(False, "Measure gradients and activations by layer, and name illnesses.")
-    gradient_health_every_steps: int = option(50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1)
+    gradient_health_every_steps: int = option(
+        50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1, needs="gradient_health"
+    )
     gradient_noise_scale: bool = option(False, "Log up to which size larger batches pay off; needs accumulation.")
 
 

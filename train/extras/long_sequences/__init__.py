@@ -29,15 +29,13 @@ class Options:
         replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
-    rope_scaling_factor: float | None = option(None, "Default: max_length divided by the model's positions.", gt=1)
+    rope_scaling_factor: float | None = option(None, "Default: max_length / positions.", gt=1, needs="rope_scaling")
     sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
 
 
 class Extra(extras.Extra):
     def check(self, config: Config, launch: Launch) -> None:
         own, model, length = config.of(Options), config.architecture, config.data.max_length
-        if own.rope_scaling_factor is not None and own.rope_scaling == "none":
-            raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.is_function and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
         if (tokens := own.max_tokens_per_micro_batch) is not None:

@@ -29,9 +29,9 @@ class Options:
 
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
     run_name: str | None = option(None, "Name in trackers, report and card; default: the folder, in the card the task.")
-    push_to_hub: bool = option(False, "Upload final/ to the Hub.")
+    push_to_hub: bool = option(False, "Upload final/ to the Hub.", needs="hub_model_id")
     hub_model_id: str | None = option(None, "user/name to upload to.")
-    hub_private_repo: bool = option(False, "Create the repository as a private one.")
+    hub_private_repo: bool = option(False, "Create the repository as a private one.", needs="push_to_hub")
 
 
 class Extra(extras.Extra):
@@ -47,8 +47,6 @@ class Extra(extras.Extra):
         for tracker in own.report_to:
             if find_spec(tracker) is None and (tracker != "tensorboard" or find_spec("tensorboardX") is None):
                 raise UsageError(f"report_to: {tracker} is not installed. pip install '.[{tracker}]' adds it.")
-        if own.push_to_hub and hub is None:
-            raise UsageError("push_to_hub needs hub_model_id (user/name).")
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.config import Config, option
+from train.config import option
 from train.figures import read_metrics
-from train.launch import Launch
-from train.records import Evaluation, Parts, Progress, Run, UsageError, UserError, one_line
+from train.records import Evaluation, Parts, Progress, Run, UserError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from train.state import TrainingState
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
+of_several = functools.partial(option, needs="eval_every_steps")
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Options:
     metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
     greater_is_better: bool | None = option(None, "Default: the task's, or not for losses, errors and perplexity.")
-    load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
-    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
+    load_best_model_at_end: bool = of_several(False, "final/ holds the best evaluated weights instead of the last.")
+    early_stopping_patience: int | None = of_several(None, "Stop after so many evaluations without a better one.", ge=1)
 
 
 class Extra(extras.Extra):
@@ -41,11 +42,6 @@ class Extra(extras.Extra):
     _total_steps = 0
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
     _ended: tuple[int, int] | None = None  # (last step, step of final/) of a finished run that is evaluated again
-
-    def check(self, config: Config, launch: Launch) -> None:
-        asked = [n for n in ("early_stopping_patience", "load_best_model_at_end") if getattr(config.of(Options), n)]
-        if asked and config.output.eval_every_steps is None:
-            raise UsageError(f"{asked[0]} needs eval_every_steps: without it only the last step is evaluated.")
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
