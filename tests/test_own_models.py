@@ -356,6 +356,18 @@ def test_layers_in_lists_are_recomputed_to_the_same_gradients(kind: type[nn.Modu
     assert kept < (0.6 if every == 1 else 0.9) * plain, (kept, plain)
 
 
+def test_layers_called_by_keyword_hand_their_inputs_on_as_torch_and_offload_look_for_them() -> None:
+    """torch restores the random numbers of the cards that it finds among positional arguments, and only of these."""
+    model, seen = OfLayers().train(), list[Any]()
+    enable_checkpointing(model, "full")
+    layer: Any = model.stages[0][0]  # pyright: ignore
+    layer._gradient_checkpointing_func = lambda function, *inputs: [seen.append(inputs), function(*inputs)][1]
+    hidden, cache = torch.randn(1, 3, 16), torch.ones(())
+    layer.drop.p = 0.0
+    torch.testing.assert_close(layer(cache=cache, hidden=hidden), layer(hidden, cache=cache), rtol=0, atol=0)
+    assert [list(map(id, inputs)) for inputs in seen] == [[id(hidden)]] * 2
+
+
 def test_a_module_without_lists_of_layers_says_what_checkpointing_and_compilation_need() -> None:
     with pytest.raises(UserError, match=r"gradient_checkpointing: full .* no nn.ModuleList of layers. Use none."):
         enable_checkpointing(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), "full")

@@ -266,11 +266,11 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:
-    """cuBLAS's workspaces, which it takes from the allocator once and keeps (``CUDABlas.cpp``).
+    """cuBLAS's workspaces, which it takes from the allocator once and keeps (``CublasHandlePool.cpp``).
 
     One for each thread that multiplies: the one of the forward pass and autograd's.
     """
-    return 2 * (32 * 2**20 if capability >= (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024)
+    return 2 * (32 * 2**20 if capability == (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024)
 
 
 # ---- libraries' losses -----------------------------------------------------------------------------------------------

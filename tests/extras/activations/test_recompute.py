@@ -368,3 +368,38 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
 def test_settings_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check(from_values({"model_config": {"model_type": "llama"}, "tokenizer": "bytes", **values}))
+
+
+@torch.library.custom_op("tests::_scaled_dot_product_flash_attention", mutates_args=())
+def drawing_attention(values: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """As a card's kernel, which draws the mask within; a CPU's attention with dropout is many operators."""
+    mask = (torch.rand_like(values) >= dropout_p) / (1 - dropout_p) if dropout_p else torch.ones_like(values)
+    return values * mask, mask
+
+
+drawing_attention.register_autograd(  # pyright: ignore
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+@pytest.mark.parametrize("attention_dropout", [0.2, 0.0])
+def test_dropout_in_attention_and_after_it_is_the_same_in_the_second_computation(
+    attention_dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = nn.functional.scaled_dot_product_attention
+
+    def attention(*heads: Any, dropout_p: float = 0.0, **rest: Any) -> Tensor:
+        return drawing_attention(attend(*heads, **rest), dropout_p)[0]
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+    config = {**GPT2, "attn_pdrop": attention_dropout, "resid_pdrop": 0.2, "embd_pdrop": 0.0}
+    found = {}
+    for mode in ("none", "full", "selective"):
+        model = built(config, max_length=128).train()
+        enable_checkpointing(model, mode)
+        found[mode] = step(model)[1]
+    assert found["none"] and all(gradient.any() for gradient in found["none"].values())
+    for mode in ("full", "selective"):
+        for name, gradient in found["none"].items():
+            torch.testing.assert_close(found[mode][name], gradient, rtol=0, atol=0, msg=f"{mode} {name}")

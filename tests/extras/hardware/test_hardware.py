@@ -14,6 +14,7 @@ from train.config import Config
 from train.extras.device import precision_in_use
 from train.extras.hardware import set_up_device, settle_precision
 from train.launch import Launch
+from train.records import UsageError
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,14 @@ def test_launch_files_start_on_cards_without_bf16(
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True, has=has_bf16: has)
         launch, line = settle_precision(asked, Config().changed(model="x"), torch.device("cuda", 0))
         assert launch.precision == expected and line is not None
+
+
+def test_bf16_weights_are_refused_by_cards_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would emulate it, and attention would store S × S."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(UsageError, match=r"^dtype: Tesla T4 has no bf16. Use float32 with mixed_precision: fp16"):
+        settle_precision(Launch(), Config().changed(model="x", dtype="bfloat16"), torch.device("cuda", 0))
 
 
 def test_a_cpu_computes_in_fp32_unless_asked_otherwise() -> None:

@@ -724,6 +724,7 @@ def test_sgd_takes_its_momentum() -> None:
     optimizer = optim.build_optimizer(run_for(config), nn.Linear(2, 2))
     assert isinstance(optimizer, torch.optim.SGD)
     assert {(group["momentum"], group["lr"]) for group in optimizer.param_groups} == {(0.6, 0.2)}
+    assert optimizer.defaults["foreach"] is False  # which copies all gradients where weights decay
 
 
 @pytest.mark.parametrize("asked", ["fp16", None])

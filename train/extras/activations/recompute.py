@@ -7,6 +7,7 @@ their own: an input is copied out while its layer computes, and comes back while
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -31,8 +32,9 @@ PIECE_BYTES = 8 * 2**20
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
     """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
-    ``mode`` is ``none``, ``full`` or ``selective``, which keeps the attention outputs, the most expensive to recompute
-    (arXiv 2205.05198). With ``offload`` inputs of checkpointed layers are kept in host memory, unless on a CPU.
+    ``mode`` is ``none``, ``full`` or ``selective``, which keeps the outputs of attention without dropout, the most
+    expensive to recompute (arXiv 2205.05198). With ``offload`` inputs of checkpointed layers are kept in host memory,
+    unless on a CPU.
     """
     if mode == "none":
         return
@@ -93,17 +95,25 @@ def _in_lists(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
 
 @cache
 def _marked(kind: Any) -> type:
+    signature = inspect.signature(kind.forward)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = partial(kind.forward, self, **kwargs)
-        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        return self._gradient_checkpointing_func(whole, *args) if recomputes else whole(*args)
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *args, **kwargs)
+        # By position: torch restores the random numbers of cards that it sees there, and offload takes the first.
+        given = signature.bind(self, *args, **kwargs)
+        return self._gradient_checkpointing_func(partial(kind.forward, self, **given.kwargs), *given.args[1:])
 
     return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__, "forward": forward})
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
-    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+    if not any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn")):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    # Attention that draws a dropout mask has to draw it again: else later dropouts of its layer get other masks.
+    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    drops = any("dropout" in name and value for name, value in given.items())
+    return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
 class OffloadedInputs:

@@ -60,6 +60,9 @@ def settle_precision(launch: Launch, config: Config, device: torch.device) -> tu
     ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
     """
     asked = config.optimization.mixed_precision
+    if config.architecture.dtype == "bfloat16" and device.type == "cuda" and not has_bf16(device):
+        remedy = "Use float32 with mixed_precision: fp16; float16 for weights that are not trained"
+        raise UsageError(f"dtype: {device_name(device)} has no bf16. {remedy}.")
     is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
     if is_open and device.type == "cuda" and launch.engine != "deepspeed":
         precision, line = automatic_precision(launch, config, has_bf16(device))

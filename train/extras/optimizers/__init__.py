@@ -82,7 +82,8 @@ class Extra(extras.Extra):
         if optim.optimizer == "adafactor":
             return Adafactor(groups, lr=optim.learning_rate)
         if optim.optimizer == "sgd":
-            return SGD(groups, lr=optim.learning_rate, momentum=own.sgd_momentum)
+            # foreach, a card's default, would hold all gradients a second time where weights decay.
+            return SGD(groups, lr=optim.learning_rate, momentum=own.sgd_momentum, foreach=False)
         if optim.optimizer == "adamw_8bit":
             return few_bits.eight_bit_adamw(groups, **settings)
         if own.bf16_update != "nearest":
