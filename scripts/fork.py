@@ -6,17 +6,19 @@
 
 What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
 what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
-test file that imports an extra that is gone, sets its options, shows a sign of it (fork.yaml), or needs such a file.
+test that imports an extra that is gone, sets its options, or shows a sign of it (fork.yaml); and a file of tests whose
+other lines do, or that needs such a file.
 """
 
-from __future__ import annotations
-
 import argparse
+import ast
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml  # comes with accelerate
@@ -28,6 +30,7 @@ from train import extras
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SHARED = ("conftest.py", "support.py")
 MENTIONED = re.compile(r"(?:from|import) (?:[\w.]+\.)?(\w+)|(\w+)\.py\b")  # modules that a file imports or starts
 
 
@@ -60,6 +63,10 @@ class Fork:
         gone = [name for name in extras.ORDER if name not in keep]
         # and their folders within train/ and tests/
         self.gone = {name: extras.ORDER[name].removeprefix("train.").replace(".", "/") for name in gone}
+        self.gone |= {name: f"{name}.yaml" for name in TABLES["launch_files"] if "parallelism" in gone}
+        helpers = {path.stem: path.name for path in (ROOT / "train" / "extras").glob("[a-z]*.py")}
+        while dead := {n: f"extras/{name}" for n, name in helpers.items() if n not in self.gone and not self._uses(n)}:
+            self.gone |= dead
         known = extras.options()
         self.options = [field.name for name in gone if name in known for field in fields(known[name])]
 
@@ -81,8 +88,12 @@ class Fork:
         starts = (self.target / "recipes" / "quickstart.yaml").exists()
         for name in TABLES["scripts"] if starts else TABLES["scripts"][:-1]:
             self._copy(ROOT / "scripts" / name)
-        for path in self._tests():
-            self._copy(path, without_keys=path.name in ("conftest.py", "support.py"))
+        for path, text in self._tests().items():
+            self._copy(path)
+            (self.target / path.relative_to(ROOT)).write_text(self._without_keys(text), encoding="utf-8")
+        if find_spec("ruff"):  # where single tests are gone, lines are not as it would have them
+            for words in (["check", "-q", "--fix", "--select", "I,F401,F811"], ["format", "-q"]):
+                subprocess.run([sys.executable, "-m", "ruff", *words, self.target / "tests"], check=True)
         if self.gone:  # what is left imports extras that are gone in functions, if they are there
             setting, project = 'typeCheckingMode = "standard"\n', self.target / "pyproject.toml"
             text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
@@ -98,6 +109,11 @@ class Fork:
             page.write_text(text, encoding="utf-8")
         return left_out
 
+    def _uses(self, helper: str) -> bool:
+        """Whether anything that is kept imports ``train.extras.<helper>``."""
+        paths = [path for path in (*self._files("train"), *self._files("recipes")) if path.suffix == ".py"]
+        return any(f"train.extras.{helper} import" in path.read_text(encoding="utf-8") for path in paths)
+
     def _files(self, folder: str) -> list[Path]:
         """Files of a folder of the template that belong to what is kept."""
         found = [p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
@@ -108,27 +124,48 @@ class Fork:
         to = self.target / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, to)
-        if without_keys and self.options:
-            lines = re.compile(rf"^({'|'.join(self.options)}):.*\n([ \t]+.*\n)*", re.MULTILINE)
-            to.write_text(lines.sub("", to.read_text(encoding="utf-8")), encoding="utf-8")
+        if without_keys:
+            to.write_text(self._without_keys(to.read_text(encoding="utf-8")), encoding="utf-8")
 
-    def _tests(self) -> Iterable[Path]:
-        """The test files that need nothing that is gone."""
+    def _without_keys(self, text: str) -> str:
+        keys = "|".join(self.options) or "(?!)"
+        return re.sub(rf"^({keys}):.*\n([ \t]+.*\n)*", "", text, flags=re.MULTILINE)
+
+    def _tests(self) -> dict[Path, str]:
+        """The files of tests that need nothing that is gone, with their text: some lose single tests."""
         signs = [TABLES["template"], *(TABLES["tests"][name] for name in self.gone if name in TABLES["tests"])]
-        signs += [f"train[./]{part.replace('/', '[./]')}\\b" for part in self.gone.values()]
+        signs += [f"train[./]{part.removesuffix('.py').replace('/', '[./]')}\\b" for part in self.gone.values()]
         for name in self.options:
             signs.append(rf"--{name}\b|^{name}: |\b{name}=")
             signs += [f"['\"]{name}['\"]"] if name != "loss" else []  # which is a metric, too
-        shared = {ROOT / "tests" / name for name in ("conftest.py", "support.py")}
-        texts = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
+        sign, shared = re.compile("|".join(signs), re.M), {ROOT / "tests" / name for name in SHARED}
+        whole = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
+        texts = {path: text if path in shared else without_tests(text, sign) for path, text in whole.items()}
         named = {path: {name for names in MENTIONED.findall(text) for name in names} for path, text in texts.items()}
         gone = {path for path in (ROOT / "tests").rglob("*.py") if path not in texts}
-        more = {path for path, text in texts.items() if any(re.search(sign, text, re.MULTILINE) for sign in signs)}
+        more = {path for path, text in texts.items() if sign.search(text)}
+        more |= {path for path, text in texts.items() if path.match("test_*.py") and "\ndef test_" not in text}
         while more := more - shared - gone:
             gone |= more
             names, folders = {p.stem for p in gone} - {"conftest"}, {p.parent for p in more if p.name == "conftest.py"}
             more = {path for path in texts if named[path] & names or path.parent in folders}
-        return [path for path in texts if path not in gone]
+        return {path: text for path, text in texts.items() if path not in gone}
+
+
+def without_tests(text: str, sign: re.Pattern[str]) -> str:
+    """A file of tests without those in which ``sign`` is found, and without the imports that they alone need."""
+    lines, body = text.splitlines(keepends=True), ast.parse(text).body
+    for node in reversed(body):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            begin = min(line.lineno for line in (node, *node.decorator_list)) - 1
+            if sign.search("".join(lines[begin : node.end_lineno])):
+                del lines[begin : node.end_lineno]
+    for node in reversed(body if len(lines) < len(text.splitlines()) else []):  # imports stand above all tests
+        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+            rest = "".join(lines[: node.lineno - 1] + lines[node.end_lineno :])
+            node.names = [n for n in node.names if re.search(rf"\b{(n.asname or n.name).split('.')[0]}\b", rest)]
+            lines[node.lineno - 1 : node.end_lineno] = [f"{ast.unparse(node)}\n"] if node.names else []
+    return "".join(lines)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -242,8 +242,8 @@ class Extras:
 
 
 def is_here(module: str) -> bool:
-    """Whether there is such a module; not a folder that git has emptied but for ``__pycache__``."""
-    return (spec := find_spec(module)) is not None and spec.origin is not None
+    """Whether this copy has such a module; not an installed other copy, or a folder with ``__pycache__`` alone."""
+    return (spec := find_spec(module)) is not None and Path(spec.origin or "").is_relative_to(Path(__file__).parents[1])
 
 
 @functools.cache

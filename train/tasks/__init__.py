@@ -125,7 +125,7 @@ class Task:
         """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
         return ()
 
-    def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
+    def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> Sequence[Any]:
         """The number of the class of each label; None for one that the training split does not have."""
         numbers = {name: number for number, name in enumerate(label_names)}
         return [numbers.get(str(label)) for label in labels]
