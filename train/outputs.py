@@ -70,7 +70,7 @@ class Outputs:
         named = Path(resume).resolve()  # what a link leads to is meant
         if (problem := checkpoint.verify(named)) is not None:
             raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
-        if named.parent != self.checkpoints.resolve() and self.steps():
+        if named.parent != self.checkpoints.resolve() and (self.steps() or self.earlier_summary):
             raise UserError(f"resume: {resume} is not of the run in {self.folder}: give a new --output_dir, or auto.")
         return named
 

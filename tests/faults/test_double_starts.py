@@ -18,6 +18,7 @@ from support import ROOT, checkpoint_digests, final_files, log_of, write_recipe
 
 from train.checkpoint import by_step
 from train.extras.endurance.lock import lock, relock
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, UserError
 
 STEPS = 6
@@ -120,7 +121,38 @@ def test_a_run_without_its_checkpoints_says_that_it_starts_from_scratch_and_keep
             (tmp_path / "run" / "summary.json").unlink()
         [ended] = run(flags, tmp_path / "logs")
         assert ended.status == EXIT_DONE
-        assert "no checkpoint of the earlier run is left in " in ended.said
+        assert "has no checkpoint of the earlier run: it is trained from scratch" in ended.said
         assert f"the earlier run's files were moved to {tmp_path / 'run' / f'previous-{number}'}" in ended.said
         assert log_of(tmp_path / "run" / f"previous-{number}") == log
         assert final_files(tmp_path / "run") == final
+
+
+def test_a_finished_run_whose_model_was_moved_away_keeps_its_log(tmp_path: Path) -> None:
+    flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 4, "--output_dir", tmp_path / "run")
+    assert run(flags, tmp_path / "logs")[0].status == EXIT_DONE
+    log = log_of(tmp_path / "run")
+    (tmp_path / "run" / "final").rename(tmp_path / "deployed")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    [ended] = run(flags, tmp_path / "logs")
+    assert ended.status == EXIT_DONE and "has no checkpoint of the earlier run" in ended.said
+    assert log_of(tmp_path / "run" / "previous-1") == log
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_checkpoint_from_elsewhere_does_not_mix_two_logs(tmp_path: Path, is_finished: bool) -> None:
+    flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--save_total_limit", 9)
+    here, other = tmp_path / "here", tmp_path / "other"
+    assert run((*flags, "--output_dir", other), tmp_path / "logs")[0].status == EXIT_DONE
+    assert run((*flags, "--output_dir", here), tmp_path / "logs")[0].status == EXIT_DONE
+    shutil.rmtree(here / "checkpoints")
+    if not is_finished:
+        (here / "summary.json").unlink()
+    log = log_of(here)
+    [ended] = run(
+        (*flags, "--output_dir", here, "--resume", other / "checkpoints" / "step-00000004"), tmp_path / "logs"
+    )
+    if is_finished:
+        assert ended.status == EXIT_ERROR and "is not of the run in" in ended.said and log_of(here) == log
+    else:
+        assert ended.status == EXIT_DONE and log_of(here / "previous-1") == log
+        assert {row["step"] for row in read_metrics(here / "metrics.jsonl")} <= {4, 5, 6}

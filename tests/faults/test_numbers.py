@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from support import checkpoint_digests, log_of, write_recipe
 
 from train.figures import read_metrics
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 
 
 def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:
@@ -178,3 +178,42 @@ def test_a_run_in_which_no_step_had_a_finite_gradient_is_none(tmp_path: Path) ->
     assert ended.status == EXIT_ERROR and "Traceback" not in ended.said
     assert "none of 2 steps had a finite gradient: no weight has changed." in ended.said
     assert not (tmp_path / "run" / "final").exists()
+
+
+def test_steps_that_rollbacks_have_undone_do_not_make_a_run_one_without_a_finite_gradient(tmp_path: Path) -> None:
+    flags = ("--max_steps", 8, "--num_epochs", None, "--save_every_steps", 1, "--save_total_limit", 9)
+    flags += ("--max_consecutive_nonfinite_steps", 3, "--max_rollbacks", 3)
+    bad = several(losses_of(4, math.nan, 6), losses_of(9, math.nan, 13))  # as many as there are steps
+    [ended] = run(arguments(tmp_path, tmp_path / "run", *flags), tmp_path / "logs", fault=bad)
+    assert ended.status == EXIT_DONE, ended.said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["nonfinite_steps"] == summary["steps"] == 8 and summary["rollbacks"] == 2
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_row_that_the_disk_refused_is_not_written_after_the_rollback_that_undid_its_step(tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 2, "--save_total_limit", 9, "--max_rollbacks", 2, "--loss_spike_factor", 3)
+    fault = several(shown_loss_of(4, 50.0), _log_is_full_until_a_checkpoint_is_removed)
+    [ended] = run(arguments(tmp_path, tmp_path / "run", *flags), tmp_path / "logs", fault=fault)
+    assert ended.status == EXIT_DONE and "metrics.jsonl: cannot be written" in ended.said, ended.said
+    steps = [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    assert steps == sorted(set(steps)) and 5 in steps
+    assert max(row["loss"] for row in rows(tmp_path / "run", "train")) < 10
+
+
+def _log_is_full_until_a_checkpoint_is_removed(rank: int) -> None:
+    from train import checkpoint, outputs
+
+    write_rows, remove, full = outputs.Outputs.write_rows, checkpoint.remove, {"is": False, "was": False}
+
+    def refuse(self: Any, *lines: str) -> None:
+        full["is"] = full["is"] or (not full["was"] and any('"step": 5' in line for line in lines))
+        if full["is"]:
+            raise UserError("metrics.jsonl: cannot be written: No space left on device.")
+        write_rows(self, *lines)
+
+    def freed(path: Path) -> None:
+        remove(path)
+        full.update({"is": False, "was": True})
+
+    outputs.Outputs.write_rows, checkpoint.remove = refuse, freed

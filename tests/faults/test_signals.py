@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults.injections import (
     at_call,
     at_change,
@@ -340,3 +343,83 @@ def test_signal_to_a_running_process_from_outside(tmp_path: Path) -> None:
         ended = job.end()
     assert [end.status for end in ended] == [EXIT_STOPPED] * 2, ended[0].said
     assert good(tmp_path / "run")
+
+
+def test_a_run_that_is_done_leaves_no_sign_that_it_was_stopped(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    assert run(its, tmp_path / "logs")[0].status == EXIT_DONE
+    stop = at_call("train.data:prepare_data", send_itself(signal.SIGTERM))
+    assert run(its, tmp_path / "logs", fault=stop)[0].status == EXIT_STOPPED
+    assert (tmp_path / "run" / "stopped.json").exists()
+    assert run(its, tmp_path / "logs")[0].status == EXIT_DONE
+    assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def test_a_stop_before_the_first_own_checkpoint_sends_nobody_to_one(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    assert run(arguments(recipe, tmp_path / "other", "--save_total_limit", 9), tmp_path / "logs")[0].status == EXIT_DONE
+    given = ("--resume", tmp_path / "other" / "checkpoints" / "step-00000004")
+    stop = at_call("train.loop:evaluate", send_itself(signal.SIGTERM))
+    [ended] = run(arguments(recipe, tmp_path / "run", *given), tmp_path / "logs", fault=stop)
+    assert ended.status == EXIT_STOPPED
+    assert "stopped by SIGTERM after step 4: run the same command again to resume from step 4." in ended.said
+
+
+def _asked_while_one_rank_has_left_the_preparation(folder: Path, rank: int) -> None:
+    """Both ranks get the signal when rank 0 trains already and rank 1 has not seen yet that all are prepared."""
+    from train.data import PreparedData
+    from train.extras.endurance.lost_rank import RankWatch
+
+    left, batches, until, calls = folder / "left", PreparedData.training_batches, RankWatch._until, [0]
+
+    def ask() -> None:
+        while not left.exists():
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def late(self: Any, succeeds: Any, *patience: Any) -> None:
+        calls[0] += 1
+        is_last, since = calls[0] == 3, time.monotonic()
+        until(self, succeeds, *patience)
+        while is_last and not (left.exists() and time.monotonic() > since + 1.0):
+            until(self, succeeds, *patience)
+            time.sleep(0.05)
+
+    def leave(*args: Any) -> Any:
+        left.touch()
+        ask()
+        return batches(*args)
+
+    if rank == 0:
+        PreparedData.training_batches = leave  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        RankWatch._until = late  # pyright: ignore[reportAttributeAccessIssue]
+        threading.Thread(target=ask, daemon=True).start()
+
+
+def test_a_stop_while_ranks_leave_the_preparation_stops_all_of_them(tmp_path: Path) -> None:
+    fault = partial(_asked_while_one_rank_has_left_the_preparation, tmp_path)
+    ended = run(arguments(write_recipe(tmp_path), tmp_path / "run"), tmp_path / "logs", ranks=2, fault=fault)
+    assert [end.status for end in ended] == [EXIT_STOPPED] * 2, "".join(end.said for end in ended)
+    assert (tmp_path / "run" / "stopped.json").exists()
+
+
+def _store_fails_once(rank: int) -> None:
+    from train.extras.endurance.lost_rank import Store
+
+    plain, failed = Store.set, list[str]()
+
+    def fails(self: Any, key: str, value: str) -> Any:
+        if rank == 1 and key.startswith("checkpoint 1") and not failed:
+            failed.append(key)
+            raise torch.distributed.DistNetworkError("connection reset by peer")
+        return plain(self, key, value)
+
+    Store.set = fails
+
+
+def test_a_store_that_fails_once_costs_no_checkpoint(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run", "--distributed_timeout_seconds", 30)
+    ended = run(its, tmp_path / "logs", ranks=2, fault=_store_fails_once)
+    assert [end.status for end in ended] == [EXIT_DONE] * 2, "".join(end.said for end in ended)

@@ -24,6 +24,7 @@ from scripts.benchmarks.study.cells import (
     PREDICTED,
     Cell,
     Reach,
+    Results,
     Sweep,
     frontier,
 )
@@ -398,3 +399,16 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").read_text().count('class="memory"') == 8
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "0 cells to measure, 8 known" in again.stdout
+
+
+def test_a_cell_written_after_half_a_line_is_read_again(tmp_path: Path) -> None:
+    first, second = (Cell("none", 1024, 1, 1, "measured", key=key) for key in ("first", "second"))
+    results = Results(tmp_path)
+    results.add(first)
+    results.close()
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"technique": "no')
+    results = Results(tmp_path)
+    results.add(second)
+    results.close()
+    assert [Results(tmp_path).of(key) for key in ("first", "second")] == [first, second]

@@ -1,7 +1,5 @@
 """What a model makes of later tokens, padding and labels, found on a small copy of it, by numbers."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

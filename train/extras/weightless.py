@@ -1,7 +1,5 @@
 """A copy of a model without its weights, on which extras try what it allows; compiled models; models' positions."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -14,8 +14,6 @@ examples
 python -m train.memory plan --help lists the flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -97,7 +95,7 @@ def run_plan(arguments: list[str]) -> None:
     if (request := read_request("plan", arguments)).grid:
         show_grid(request)
         return
-    question, command = request.question, None
+    question = request.question
     with Predictor() as predictor:
         predictions = Predictions(predictor, announce)
         if "max_length" in request.open:
@@ -107,8 +105,7 @@ def run_plan(arguments: list[str]) -> None:
                 raise UserError(f"{what}. Take a larger device, a smaller model, or another optimizer.")
             question = replace_length(question, length)
         plan = make_plan(question, predictions, bool(request.open))
-    if plan.best is not None:
-        command = advice.command(question, plan.best.setting, request.words, request.config)
+    command = advice.command(question, plan.best.setting, request.words, request.config) if plan.best else None
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     show(request, text, advice.plan_values(question, plan, command))
 

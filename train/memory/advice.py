@@ -1,7 +1,5 @@
 """What a plan tells a person: the memory part by part, the fastest setting that fits, and the command to run it."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ that a full device also gets back other segments. Of equal blocks the lower is t
 the driver does not promise.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence

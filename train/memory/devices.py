@@ -1,7 +1,5 @@
 """Devices to plan for: the memory that a process can use, memory bandwidth and arithmetic rates."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Why the memory was full, by an out-of-memory message, and what to type."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ guards, and the accelerator hooks. :func:`install` puts entries there, by the na
 report a card on which nothing ever runs. This changes the whole process, so it needs one of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ A model may still ask for values in its batch (what is padding, where a text end
 also computed on the CPU, and the result is kept with the fake tensor's storage, where views find it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Memory over sequence length and micro-batch size: a table and a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ wrappers of each kernel for the buffers they take from the caching allocator and
 Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0.8. On-chip memory is not counted.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

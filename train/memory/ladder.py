@@ -1,7 +1,5 @@
 """What a run can change to need less memory, the cheapest first: ways to recompute activations, and single flags."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

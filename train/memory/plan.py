@@ -4,8 +4,6 @@ A prediction takes seconds, so the search skips settings that others already dec
 and shrinks with recomputation, and recomputation costs time.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

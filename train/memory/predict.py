@@ -4,8 +4,6 @@
 prediction works for any model and recipe, and takes the same few seconds for any sequence length.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -4,8 +4,6 @@ With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever
 prediction only: changes made here stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

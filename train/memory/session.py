@@ -1,7 +1,5 @@
 """What a run does about its memory: predict, choose, rehearse, explain."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -3,8 +3,6 @@
 These are built as a run builds them: on fake tensors to predict, on real ones to measure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace

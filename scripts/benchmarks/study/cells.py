@@ -166,12 +166,13 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
             if again:
                 self._path.unlink(missing_ok=True)
-            lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             self._file = self._path.open("a", encoding="utf-8")
+            self._file.write("\n" * (text[-1:] not in ("", "\n")))  # a run was killed in the middle of a line
         except OSError as error:
             raise UserError(f"{self._path}: {error.strerror or error}. Give another --output.") from None
         names = {field.name for field in fields(Cell)}
-        for line in lines:
+        for line in text.splitlines():
             with contextlib.suppress(ValueError, TypeError):  # cut off when an earlier run was killed
                 values = json.loads(line)
                 cell = Cell(**{name: value for name, value in values.items() if name in names})

@@ -360,7 +360,7 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
         ({"gradient_checkpointing_offload": True}, "gradient_checkpointing_offload needs gradient_checkpointing"),
         (
             {"gradient_checkpointing": "auto", "gradient_checkpointing_every_n_layers": 2},
-            "gradient_checkpointing_every_n_layers is chosen by gradient_checkpointing: auto itself",
+            "gradient_checkpointing_every_n_layers: 2: it chooses that itself",
         ),
         ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 is not valid: it must be above 0"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from faults.processes import script
+from faults.injections import at_step, die
+from faults.processes import KILLED, run, script
 from support import ROOT, final_files, run_for, write_recipe
 from torch import nn
 
@@ -435,3 +437,13 @@ def test_ranks_with_whole_and_with_sharded_weights_see_what_one_process_sees(lla
         assert rows[name]["layers"] == rows["cpu"]["layers"]
         for figure in ("grad_norm", "norms", "activations", "flushed", "zeros"):
             assert rows[name][figure] == pytest.approx(rows["cpu"][figure], rel=0.01), (name, figure)
+
+
+def test_a_resumed_run_compares_with_how_the_whole_run_began(tmp_path: Path) -> None:
+    flags = ("--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--save_every_steps", 1)
+    flags += ("--gradient_health", "--gradient_health_every_steps", 1, "--learning_rate", 3.0)
+    flags += ("--max_steps", 8, "--num_epochs", None, "--warmup_steps", 0)
+    assert run(flags, tmp_path / "logs", fault=at_step(3, "begin", die))[0].status == KILLED
+    assert run(flags, tmp_path / "logs")[0].status == EXIT_DONE
+    notes = json.loads((tmp_path / "run" / "summary.json").read_text())["notes"]
+    assert any(re.match(r"gradient health, step \d: learning rate too high", note) for note in notes), notes

@@ -42,11 +42,10 @@ class Options:
 class Extra(extras.Extra):
     def check(self, config: Config, launch: Launch) -> None:
         own = config.of(Options)
-        kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
-        if kind == "auto" and every > 1:
-            chosen = "is chosen by gradient_checkpointing: auto itself: leave it out, or give full or selective"
-            raise UsageError(f"gradient_checkpointing_every_n_layers {chosen}.")
-        if kind == "auto" and "memory" in extras.missing():
+        is_auto, every = own.gradient_checkpointing == "auto", own.gradient_checkpointing_every_n_layers
+        case = f"gradient_checkpointing_every_n_layers: {every}", is_auto and every > 1, "it chooses that itself"
+        extras.refuse("gradient_checkpointing: auto", case)
+        if is_auto and "memory" in extras.missing():
             raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
         is_deepspeed = launch.engine == "deepspeed"
         whole = "it gives whole gradients, and the ranks hold only parts of them. Use FSDP2 or DDP, or no tiled_mlp"

@@ -110,11 +110,14 @@ class Extra(extras.Extra):
         gc.freeze()
         gc.enable()
         try:
-            with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
+            # No signal cuts short how ranks leave together: one of them may be training by then.
+            with self._watch.preparing() if self._watch else nullcontext(), self._signals.at_once():
                 yield
-        except StopAtOnce:
-            if self._watch is None or self._watch.confirms_stop():
+        except (StopAtOnce, RuntimeError):  # a rank may see another one stop first
+            if not self._signals.stop:
                 raise
+            if self._watch is None or self._watch.confirms_stop():
+                raise StopAtOnce from None
             raise UserError("") from None  # a launcher ends the other ranks because one has failed, which is told
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
@@ -151,6 +154,8 @@ class Extra(extras.Extra):
 
         if run.launch.world_size > 1 and run.launch.engine == "ddp" and run.launch.tp_size == 1:
             self._compare_replicas = Replicas(parts.state.model).compare
+        if run.outputs.is_main:
+            (run.outputs.folder / STOPPED).unlink(missing_ok=True)
         gc.collect()
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
@@ -180,8 +185,7 @@ class Extra(extras.Extra):
         if in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
             why = f"step {progress.step}: no finite gradient in {in_a_row} steps in a row; none changed a weight. "
             why += "" if loss_scale is None else "fp16 overflows: try --mixed_precision bf16. "
-            remedy = "Look at the examples in metrics.jsonl, lower the learning rate, or raise "
-            remedy += "--max_consecutive_nonfinite_steps."
+            remedy = "Look at the examples in metrics.jsonl, or lower the learning rate."
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
@@ -207,7 +211,8 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        if progress.step == progress.nonfinite_steps and run.accelerator.scaler is None:  # whose first scales overflow
+        # In fp16 the first scales overflow; and steps that a rollback has undone are counted, too.
+        if progress.step == progress.nonfinite_steps and not progress.rollbacks and run.accelerator.scaler is None:
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate"
             raise UserError(f"none of {progress.step} steps had a finite gradient: no weight has changed. {remedy}.")
         self._is_trained = True
@@ -215,13 +220,12 @@ class Extra(extras.Extra):
 
     def starting(self, run: Run, parts: Parts) -> None:
         self._has_begun = True
-        if run.outputs.is_main:
-            (run.outputs.folder / STOPPED).unlink(missing_ok=True)
 
     def stopped(self, run: Run, step: int | None) -> None:
         """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
         outputs, names = run.outputs, [*run.stop, None]
-        where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
+        saved = "; a checkpoint is written" * (step == self._newest_step())
+        where = f"after step {step}{saved}" if step is not None else "while the data was prepared"
         step = step if step is not None else self._newest_step()
         if outputs.is_main:
             write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
@@ -249,7 +253,8 @@ class Extra(extras.Extra):
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""
-        return "the same command" + " with --resume auto" * (self._has_begun and self._config.output.resume != "auto")
+        has_own = self._has_begun and self._newest_step() > 0
+        return "the same command" + " with --resume auto" * (has_own and self._config.output.resume != "auto")
 
     def _newest_step(self) -> int:
         """The newest checkpoint's step, or 0. Checkpoints from before a run from scratch are another run's."""

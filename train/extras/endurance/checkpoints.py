@@ -211,6 +211,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
     kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps", "rollbacks")}
     restored = run.extras.pipe("resumed", run, replace(checkpoint.restore(found[0], state), **kept))
+    outputs.sync_log()  # else a row that the disk has refused would follow those of the steps that are made again
     outputs.keep_log(restored)
     restored = replace(restored, rollbacks=lost.rollbacks + 1)
     values = {"from_step": lost.step, "rollbacks": restored.rollbacks, "examples": found[1], "reason": str(error)}

@@ -166,7 +166,7 @@ class RankWatch:
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        self._met().set(f"{name}/{self._rank}", text)
+        self._until(lambda store: store.set(f"{name}/{self._rank}", text), STORE_SECONDS)
         if self._rank != 0:
             return []
         keys = [f"{name}/{rank}" for rank in self._ranks]

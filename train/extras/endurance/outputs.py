@@ -26,9 +26,11 @@ class DurableOutputs(Outputs):
         steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
         begins = self.config.output.resume == "auto" and not progress.step and not self.steps()
         # The log of a killed run may be one save ahead of the checkpoint that was on its way.
-        if is_lost := begins and (self.earlier_summary or max(steps, default=0) > 2 * (every or math.inf)):
-            self.say(f"no checkpoint of the earlier run is left in {self.checkpoints}: it is trained from scratch")
-        if is_lost or self.config.output.resume == "never":
+        is_lost = (self.folder / "summary.json").exists() or max(steps, default=0) > 2 * (every or math.inf)
+        if is_lost := begins and is_lost:
+            self.say(f"{self.checkpoints} has no checkpoint of the earlier run: it is trained from scratch")
+        is_other = not self.steps() and min(steps, default=math.inf) < progress.step  # resumed from elsewhere
+        if is_lost or is_other or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
         if later or self.earlier_summary.get("steps", 0) > progress.step:

@@ -22,18 +22,18 @@ class Signals:
     """Tells ``stop`` of SIGTERM, SIGINT, SIGHUP and SIGUSR1. A later second SIGINT ends the process at once."""
 
     def __init__(self, stop: list[str]) -> None:
-        self._stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), 0.0
+        self.stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker: the run tells it what to do
             if self._is_at_once and number == signal.SIGTERM:
                 os._exit(0)
             return
-        if not self._stop:
-            self._stop.append(signal.Signals(number).name)
+        if not self.stop:
+            self.stop.append(signal.Signals(number).name)
             self._since = time.monotonic()
             if not self._is_at_once and os.environ.get("RANK", "0") == "0":  # a long step may come first
-                line = f"\n{self._stop[0]}: the run stops at the next safe point, with a checkpoint"
+                line = f"\n{self.stop[0]}: the run stops at the next safe point, with a checkpoint"
                 if number == signal.SIGINT:  # accelerate launch ends at the first, and leaves the run behind
                     line += f"; to end it at once, interrupt again or kill -9 {os.getpid()}"
                 with suppress(OSError):  # a terminal that is closed sends SIGHUP, and takes no more lines
@@ -48,11 +48,11 @@ class Signals:
         """A request raises :class:`StopAtOnce` while the context is open: for long work that leaves nothing behind."""
         self._is_at_once = True
         try:
-            if self._stop:
+            if self.stop:
                 raise StopAtOnce
             yield
         except Exception:
-            if self._stop:  # a library that was cut short may put an error of its own in its place
+            if self.stop:  # a library that was cut short may put an error of its own in its place
                 raise StopAtOnce from None
             raise
         finally:
@@ -63,7 +63,7 @@ class Signals:
         """Listens while the context is open. A process that was asked to stop is not ended by being asked once more."""
 
         def leave(number: signal.Signals, before: Any) -> None:
-            signal.signal(number, signal.SIG_IGN if self._stop and before == signal.SIG_DFL else before)
+            signal.signal(number, signal.SIG_IGN if self.stop and before == signal.SIG_DFL else before)
 
         with ExitStack() as stack:
             for number in NUMBERS:

@@ -56,6 +56,8 @@ class Extra(extras.Extra):
             self._health = Health(run, parts.state.model, own.gradient_health_every_steps)
 
     def starting(self, run: Run, parts: Parts) -> None:
+        if self._health is not None:
+            self._health.recall()
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 

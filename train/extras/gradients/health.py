@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.gradients.illnesses import illnesses
+from train.figures import read_metrics
 from train.records import Run, exchange
 
 FIGURES = ("norms", "flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
@@ -41,6 +42,11 @@ class Health:
         self._gradients: list[list[float]] = []  # of the step that is being made, by layer
         self._activations: dict[str, Tensor] | None = None  # () the largest so far, by layer; None: not measured now
         self._loss_scale, self._has_fp16 = None, False
+
+    def recall(self) -> None:
+        """Takes up what the log has of the run before it was resumed; only the main process tells of illnesses."""
+        rows = [row for row in read_metrics(self._run.outputs.metrics) if row["kind"] == "health"]
+        self._rows = [*rows[:1], *rows[1:][-ROWS:]]
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is measured: early ones more often, because that is where most runs go wrong."""

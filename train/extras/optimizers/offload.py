@@ -4,8 +4,6 @@ A step copies one gradient after the other to the host, updates there, and copie
 parameter is updated, the gradient of the next is on its way (arXiv 2101.06840 describes the idea).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

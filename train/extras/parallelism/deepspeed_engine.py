@@ -6,8 +6,6 @@ Stage and offload come from the launch file, everything else from the training c
 batch size, precision, optimizer. A launch file that says otherwise, or names a DeepSpeed JSON, stops the run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import Any

@@ -6,8 +6,6 @@ parameter is a stretch of it, flattened, wherever the stretch lies in the buffer
 stretches are others. Names and layout are those of DeepSpeed 0.19.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

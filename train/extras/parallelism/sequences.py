@@ -8,8 +8,6 @@ Ulysses (arXiv 2309.14509): outside attention each rank holds a stretch of the t
 the heads; DeepSpeed exchanges the one for the other around the attention of a transformers model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

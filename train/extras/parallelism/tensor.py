@@ -5,8 +5,6 @@ by rows, so that a block of layers needs one sum over the ranks for its output a
 arXiv 1909.08053). Every rank holds the rest whole: embeddings, output head and norms.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Where text comes from: functions, local files, datasets of 🤗 Datasets, the standard library's own text."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Tokenizers that need no download: bytes, words, and BPE trained on the training documents."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -6,8 +6,6 @@ a :class:`RecordError`. Files are read piece by piece, except JSON arrays, objec
 that are one document. Bytes that are not of the encoding become half characters, by which their record is found bad.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import json

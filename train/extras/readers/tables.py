@@ -4,8 +4,6 @@ Code that comes with a dataset never runs. All functions raise UserError for a d
 or lacks the configuration, split or column; and for a bad row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -60,11 +60,10 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     clipping = (norm, f"clipped to {norm:g}") if (norm := summary.get("max_grad_norm")) else None
     predicted = (size / 2**30, f"predicted {gib(size)}") if (size := summary.get("predicted_peak_bytes")) else None
     health = [(row["step"], [*filter(None, row["norms"])]) for row in metrics if row["kind"] == "health"]
-    looks: list[Any] = [
-        (max, {"color": FIRST, "label": "the largest"}),
-        (min, {"color": SECOND, "label": "the smallest"}),
+    by_layer: list[Curve] = [
+        ([(step, max(norms)) for step, norms in health if norms], {"color": FIRST, "label": "the largest"}),
+        ([(step, min(norms)) for step, norms in health if norms], {"color": SECOND, "label": "the smallest"}),
     ]
-    by_layer = [([(step, pick(norms)) for step, norms in health if norms], look) for pick, look in looks]
     losses, speed = trained("loss", "train") + by_split("loss"), trained("tokens_per_second")
     drawn = [
         _chart("Loss", "Nats per target. A gap that widens is overfitting.", losses),

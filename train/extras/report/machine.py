@@ -1,7 +1,5 @@
 """The machine and the libraries of a run, and names and values in words: what page, charts and model card share."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

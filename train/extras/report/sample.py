@@ -1,7 +1,5 @@
 """What a trained language model writes."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
