@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -202,3 +203,12 @@ def test_imports_are_sorted_for_ruff_whatever_extra_a_fork_has_deleted(tmp_path:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_an_extra_of_another_installed_copy_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable installation of the template would lend a fork what the fork was made without."""
+    found = importlib.util.find_spec("train.extras.report")
+    assert found is not None and extras.is_here("train.extras.report")
+    found.origin = str(tmp_path / "train" / "extras" / "report" / "__init__.py")
+    monkeypatch.setattr(extras, "find_spec", lambda module: found)
+    assert not extras.is_here("train.extras.report")

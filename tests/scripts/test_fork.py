@@ -185,6 +185,10 @@ def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) 
     assert not (folder / "train" / "memory").exists() and not (folder / "tests" / "memory").exists()
     rooms = {path.name for path in (folder / "train" / "extras").iterdir() if path.is_dir()}
     assert rooms <= {"__pycache__"}
+    helpers = {path.name for path in (folder / "train" / "extras").glob("*.py")}
+    assert helpers == {"__init__.py", "cache.py", "digests.py"}  # the last two are for recipes
+    launch_files = {path.stem for path in (folder / "accelerate_configs").iterdir()}
+    assert launch_files == {"cpu", "ddp", "ddp_multi_node", "fsdp2", "fsdp2_multi_node", "fsdp2_offload", "single_gpu"}
     kept = [path.name for path in (folder / "recipes").glob("*.yaml")]
     assert sorted(kept) == [
         "modernbert_base_8k_t4.yaml",
@@ -198,6 +202,49 @@ def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) 
         gone = "|".join(extras.ORDER.values()).replace(".", r"\.")
         assert not re.search(rf"\b({gone})\b", path.read_text()), path
     assert "predict_memory" not in (folder / "tests" / "support.py").read_text()
+
+
+def test_a_file_of_tests_loses_those_that_need_what_is_gone_and_keeps_the_others(forked: Callable[..., Path]) -> None:
+    def names(folder: Path, file: str) -> set[str]:
+        return {*re.findall(r"^def (test_\w+)", (folder / "tests" / file).read_text(), re.MULTILINE)}
+
+    fork_without_memory = forked("--without", "memory")
+    lost = set[str]()
+    for file in ("test_config.py", "test_evaluation.py", "test_checkpoint.py", "test_loop.py"):
+        every, kept = names(ROOT, file), names(fork_without_memory, file)
+        assert kept <= every and len(kept) > 0.7 * len(every), every - kept
+        lost |= every - kept
+    assert lost
+
+
+def test_only_tests_and_imports_with_a_sign_of_what_is_gone_are_cut() -> None:
+    text = """import math
+import os, re
+from a import (
+    b,
+    c as d,
+)
+
+ROOT = os.getcwd()
+
+
+@mark("gone")
+def test_one():
+    assert math.pi and d(re)
+
+
+def test_two():
+    assert b
+
+
+def helper():
+    return "gone" * 0
+"""
+    cut = fork.without_tests(text, re.compile("gone"))
+    assert "test_one" not in cut and "math" not in cut and "d" not in re.findall(r"\w+", cut)
+    assert cut.startswith("import os\nfrom a import b\n\nROOT = os.getcwd()\n")
+    assert "def test_two():\n    assert b\n\n\ndef helper" in cut  # for which the whole file stays behind
+    assert fork.without_tests(text, re.compile("absent")) == text
 
 
 def test_recipes_lose_the_keys_of_what_is_gone(forked: Callable[..., Path]) -> None:
