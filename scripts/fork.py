@@ -30,7 +30,7 @@ from train import extras
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-SHARED = ("conftest.py", "support.py")
+SHARED = ("conftest.py", "support.py", "faults/preload.py")  # which do without
 MENTIONED = re.compile(r"(?:from|import) (?:[\w.]+\.)?(\w+)|(\w+)\.py\b")  # modules that a file imports or starts
 
 
