@@ -153,12 +153,14 @@ class Fork:
 
 
 def without_tests(text: str, sign: re.Pattern[str]) -> str:
-    """A file of tests without those in which ``sign`` is found, and without the imports that they alone need."""
+    """A file of tests without those in which ``sign`` is found, and without functions and imports for these alone."""
     lines, body = text.splitlines(keepends=True), ast.parse(text).body
     for node in reversed(body):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+        if isinstance(node, ast.FunctionDef):
             begin = min(line.lineno for line in (node, *node.decorator_list)) - 1
-            if sign.search("".join(lines[begin : node.end_lineno])):
+            rest = "".join(lines[:begin] + lines[node.end_lineno :])
+            is_free = node.name.startswith("test_") or not re.search(rf"\b{node.name}\b", rest)
+            if is_free and sign.search("".join(lines[begin : node.end_lineno])):
                 del lines[begin : node.end_lineno]
     for node in reversed(body if len(lines) < len(text.splitlines()) else []):  # imports stand above all tests
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":

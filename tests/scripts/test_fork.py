@@ -243,7 +243,9 @@ def helper():
     cut = fork.without_tests(text, re.compile("gone"))
     assert "test_one" not in cut and "math" not in cut and "d" not in re.findall(r"\w+", cut)
     assert cut.startswith("import os\nfrom a import b\n\nROOT = os.getcwd()\n")
-    assert "def test_two():\n    assert b\n\n\ndef helper" in cut  # for which the whole file stays behind
+    assert "def test_two():\n    assert b\n" in cut and "helper" not in cut
+    used = text.replace("assert b", "assert helper()")
+    assert "def helper" in fork.without_tests(used, re.compile("gone"))  # for which the whole file stays behind
     assert fork.without_tests(text, re.compile("absent")) == text
 
 
