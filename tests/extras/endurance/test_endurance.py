@@ -31,7 +31,7 @@ MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
 
 
 def run_with(**values: Any) -> Run:
-    config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=print, note=print)
+    config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=print, note=print, is_main=False)
     parts = {"config": config, "accelerator": Accelerator(cpu=True), "extras": Extras({}), "outputs": outputs}
     return cast("Run", SimpleNamespace(**parts, launch=Launch(), is_planned=False))
 

@@ -224,7 +224,7 @@ class Extra(extras.Extra):
     def stopped(self, run: Run, step: int | None) -> None:
         """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
         outputs, names = run.outputs, [*run.stop, None]
-        saved = "; a checkpoint is written" * (step == self._newest_step())
+        saved = "; a checkpoint is written" * (step in outputs.steps())
         where = f"after step {step}{saved}" if step is not None else "while the data was prepared"
         step = step if step is not None else self._newest_step()
         if outputs.is_main:
