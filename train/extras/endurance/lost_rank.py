@@ -166,7 +166,7 @@ class RankWatch:
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        self._until(lambda store: store.set(f"{name}/{self._rank}", text), STORE_SECONDS)
+        self._until(lambda store: store.set(f"{name}/{self._rank}", text), POLL_SECONDS)
         if self._rank != 0:
             return []
         keys = [f"{name}/{rank}" for rank in self._ranks]
