@@ -38,10 +38,8 @@ with suppress(ImportError):
     charts.svg = lambda *arguments, **options: "<svg></svg>"  # as conftest.py does in its process
 
 with suppress(ImportError):
-    from faults import predictors
-
     from train.memory.predict import Predictor
 
-    Predictor.start = predictors.start  # pyright: ignore
+    Predictor.start = import_module("faults.predictors").start  # where a fork has none, it is not here
 
 sys.stdout.flush()  # else each fork prints what libraries have said
