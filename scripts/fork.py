@@ -93,7 +93,7 @@ class Fork:
             (self.target / path.relative_to(ROOT)).write_text(self._without_keys(text), encoding="utf-8")
         if find_spec("ruff"):  # where single tests are gone, lines are not as it would have them
             for words in (["check", "-q", "--fix", "--select", "I,F401,F811"], ["format", "-q"]):
-                subprocess.run([sys.executable, "-m", "ruff", *words, self.target / "tests"], check=True)
+                subprocess.run([sys.executable, "-m", "ruff", *words, "--no-cache", self.target / "tests"], check=False)
         if self.gone:  # what is left imports extras that are gone in functions, if they are there
             setting, project = 'typeCheckingMode = "standard"\n', self.target / "pyproject.toml"
             text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')

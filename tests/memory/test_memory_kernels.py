@@ -314,3 +314,11 @@ def test_buffers_of_a_backward_by_cudnn_are_those_that_a_card_has_shown(monkeypa
     assert known == [14 * row["length"] * 4, 14 * row["length"] * 64 * 4, *[14 * row["length"] * 64 * 2] * 2]
     missing = row["peak_bytes"] - row["predicted_peak_bytes"] - sum(known[2:])
     assert 0 <= missing < 0.001 * row["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "mib"), [((7, 5), 8.125), ((8, 9), 8.125), ((9, 0), 32.0), ((10, 0), 8.125), ((12, 0), 8.125)]
+)
+def test_workspaces_of_cublas_are_large_on_hopper_alone(capability: tuple[int, int], mib: float) -> None:
+    """torch asks for compute capability 9.0, not for 9.0 or newer."""
+    assert kernels.library_workspace_bytes(capability) == 2 * mib * 2**20

@@ -26,8 +26,8 @@ class DurableOutputs(Outputs):
         steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
         begins = self.config.output.resume == "auto" and not progress.step and not self.steps()
         # The log of a killed run may be one save ahead of the checkpoint that was on its way.
-        is_lost = (self.folder / "summary.json").exists() or max(steps, default=0) > 2 * (every or math.inf)
-        if is_lost := begins and is_lost:
+        had_some = (self.folder / "summary.json").exists() or max(steps, default=0) > 2 * (every or math.inf)
+        if is_lost := begins and had_some:
             self.say(f"{self.checkpoints} has no checkpoint of the earlier run: it is trained from scratch")
         is_other = not self.steps() and min(steps, default=math.inf) < progress.step  # resumed from elsewhere
         if is_lost or is_other or self.config.output.resume == "never":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from train.state import TrainingState
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
-of_several = functools.partial(option, needs="eval_every_steps")
+with_eval = functools.partial(option, needs="eval_every_steps")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Options:
     metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
     greater_is_better: bool | None = option(None, "Default: the task's, or not for losses, errors and perplexity.")
-    load_best_model_at_end: bool = of_several(False, "final/ holds the best evaluated weights instead of the last.")
-    early_stopping_patience: int | None = of_several(None, "Stop after so many evaluations without a better one.", ge=1)
+    load_best_model_at_end: bool = with_eval(False, "final/ holds the best evaluated weights instead of the last.")
+    early_stopping_patience: int | None = with_eval(
+        None, "Stop after this many evaluations without a better one.", ge=1
+    )
 
 
 class Extra(extras.Extra):
