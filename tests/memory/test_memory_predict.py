@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -617,6 +618,24 @@ def test_a_functions_pretrained_model_is_planned_as_one_from_a_folder(tmp_path: 
         assert by_function.peak_bytes == by_folder.peak_bytes
         assert by_function.bytes_by_kind == by_folder.bytes_by_kind
         assert by_function.num_parameters == by_folder.num_parameters
+
+
+def test_a_module_of_ones_own_is_tiled_in_a_prediction_too(tmp_path: Path) -> None:
+    """The one that docs/extras/long_sequences.md shows: whole, its MLPs keep 4 + 4 widths of 64 for each token."""
+    page = Path(__file__).parents[2] / "docs" / "extras" / "long_sequences.md"
+    [shown] = re.findall(r"```python\n(# my_blocks\.py.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "my_blocks.py").write_text(shown)
+    values = {**to_values(Config()), "tokenizer": "bytes", "max_length": 4096, "packing": True, "loss": "chunked"}
+    values |= {"model": f"{tmp_path / 'my_blocks.py'}:build"}
+    with Predictor() as predictor:
+        whole, tiled = (
+            predictor.predict(Job({**values, "tiled_mlp": is_tiled}, Target("cuda", (8, 9)), 300, 2, 4096))
+            for is_tiled in (False, True)
+        )
+    assert tiled.num_parameters == whole.num_parameters
+    layers, rows = 2, 2
+    kept = layers * rows * 4096 * 8 * 64 * 4
+    assert kept <= whole.peak_bytes - tiled.peak_bytes < 1.05 * kept
 
 
 OWN = """

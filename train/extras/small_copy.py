@@ -100,6 +100,14 @@ def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) 
 
 
 @contextmanager
+def on_trial() -> Iterator[None]:
+    """Real values on the CPU, not those of a prediction, and the same random numbers each time; without gradients."""
+    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
+        torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
+        yield
+
+
+@contextmanager
 def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[nn.Module]:
     """An architecture to try: few narrow layers, short windows, on the CPU, in evaluation mode.
 
@@ -107,16 +115,15 @@ def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator
     not one of transformers is copied as it is, with such weights; ValueError where it has too many parameters for that.
     Leaves the context of a prediction meanwhile.
     """
-    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
-        torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
+    with on_trial():
         for factor, layers in SCALES if hasattr(model, "_from_config") else ():
             with suppress(Exception):  # configurations and models fail in their own ways
-                small = _boosted(_shrunk(model, factor, layers)).to(dtype)
+                small = boosted(_shrunk(model, factor, layers)).to(dtype)
                 if logits_on_trial(small, tokens_on_trial(small)).isfinite().all():
                     break
         else:
             _check_size(model)
-            small = _boosted(copy.deepcopy(model).to("cpu", dtype))
+            small = boosted(copy.deepcopy(model).to("cpu", dtype))
         keep_cache(small, False)  # as in a run
         yield small
 
@@ -171,7 +178,7 @@ def _shrunk(model: Any, factor: int, layers: int) -> nn.Module:
     return type(model)._from_config(config, dtype=torch.float32)
 
 
-def _boosted(model: nn.Module) -> nn.Module:
+def boosted(model: nn.Module) -> nn.Module:
     """``model`` with random weights that keep the size of what passes them, and those of padding zero."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -260,3 +261,121 @@ def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refus
         built(gpt_oss, tiled_mlp=True)  # scores, too
     with pytest.raises(UserError, match=r"none of its layers has a known mlp"):
         built({"model_type": "bert", **SHAPE}, MASKED, tiled_mlp=True)
+
+
+class Block(nn.Module):
+    """A residual layer of one's own. Only ``mlp`` and ``norm`` treat tokens alone and leave their width as it is."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), mlp
+        self.narrow, self.mixed, self.out = nn.Sequential(nn.Linear(8, 4)), Mixed(), nn.Linear(4, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.mixed(self.norm(hidden)) + self.out(self.narrow(hidden))
+        return hidden + self.mlp(hidden)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.project(hidden).cumsum(1)
+
+
+class Routed(nn.Module):
+    """Two experts; for the loss it remembers what its router gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.scores = nn.Linear(8, 2), nn.Linear(8, 16), list[Tensor]()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.scores[:] = [self.router(hidden).softmax(-1)]
+        return (self.up(hidden).unflatten(-1, (2, 8)) * self.scores[0].unsqueeze(-1)).sum(-2)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 64), nn.Linear(32, 8), nn.Dropout(0.2)
+
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        first, second = self.up(hidden if scale is None else hidden * scale).chunk(2, -1)
+        return self.down(self.drop(first * second.sigmoid()))
+
+
+class Own(nn.Module):
+    def __init__(self, *mlps: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Embedding(300, 8), nn.Linear(8, 300), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(map(Block, mlps))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_what_treats_tokens_alone_in_a_module_of_ones_own_is_found_by_trying_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 33)
+    torch.manual_seed(0)
+    model = Own(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), Routed(), Gated()).double()
+    model.layers[2].mlp.drop.p = 0.0  # pyright: ignore
+    expected = step(copy.deepcopy(model))
+    state, drawn = {n: p.detach().clone() for n, p in model.named_parameters()}, torch.get_rng_state()
+    assert tile_mlps(model) == "tiled_mlp: 2 MLPs and 4 norms compute in tiles"
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
+    assert [n for n, m in model.named_modules() if isinstance(m, Tiled) and len(list(m.children()))] == [
+        "layers.0.mlp",
+        "layers.2.mlp",
+    ]
+    loss, found = step(model)
+    assert loss == pytest.approx(expected[0], rel=1e-12)
+    assert_same(found, expected[1])
+    with_scale = torch.full((1, 100, 1), 0.5, dtype=torch.float64)  # may differ by token, so nothing is cut
+    hidden, mlp = torch.randn(1, 100, 8, dtype=torch.float64), Gated().double().eval()
+    tiled = copy.deepcopy(mlp)
+    tiled.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    torch.testing.assert_close(tiled(hidden, with_scale), mlp(hidden, with_scale), rtol=0, atol=0)
+
+
+def test_tiles_of_ones_own_module_draw_the_same_dropout_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a function that drops are those of finite differences with the same seed."""
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)
+    torch.manual_seed(0)
+    model = Own(Gated()).double().train()
+    tile_mlps(model)
+    ids = torch.arange(3, 43).view(1, 40)
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return ModelWithLoss(model)({"input_ids": ids}, ids)
+
+    loss().backward()
+    weight: Tensor = model.layers[0].mlp.up.weight  # pyright: ignore
+    direction = torch.randn_like(weight)
+    assert weight.grad is not None
+    slope = (weight.grad * direction).sum().item()
+    with torch.no_grad():
+        ends = []
+        for sign in (1, -1):
+            weight += sign * 1e-5 * direction
+            ends.append(loss().item())
+            weight -= sign * 1e-5 * direction
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+
+
+def test_a_module_of_ones_own_without_such_parts_says_what_it_needs() -> None:
+    model = Own(Mixed())
+    for layer in model.layers:
+        layer.norm = nn.Identity()
+    model.norm = nn.Identity()  # pyright: ignore
+    with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile .* makes \(B, S, H\) of \(B, S, H\), each token"):
+        tile_mlps(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.long_sequences import attention
@@ -24,6 +32,7 @@ from train.model import ModelWithLoss
 from train.records import MicroBatch, UserError
 from train.tasks import pad
 
+PAGE = Path(__file__).parents[3] / "docs" / "extras" / "long_sequences.md"
 SIZES = {"num_hidden_layers": 2, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -362,3 +371,67 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
     assert attention.has_short_windows(model, 16) and attention.obstacle_to_documents(model, shared=False) is None
     attention.set_document_boundaries(model)
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)
+
+
+# Modules of one's own
+
+
+def own_model() -> Any:
+    [shown] = re.findall(r"```python\n(# my_blocks\.py.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(shown, names)
+    torch.manual_seed(0)
+    return names["build"]()
+
+
+class Wrapped(torch.nn.Module):
+    """A backbone of transformers under a head of one's own."""
+
+    def __init__(self, hands_on: bool = True) -> None:
+        super().__init__()
+        self.body: Any = AutoModel.from_config(AutoConfig.for_model("llama", **SIZES, num_attention_heads=2))
+        self.head, self.hands_on = torch.nn.Linear(32, 97), hands_on
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        return self.head(self.body(input_ids, **inputs if self.hands_on else {}).last_hidden_state)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("build", [own_model, Wrapped])
+def test_a_module_of_ones_own_that_takes_documents_is_packed(build: Any, rows: list[list[int]]) -> None:
+    packed, padded = batches(rows)
+    torch.manual_seed(0)
+    model = build()
+    attention.check_documents(model)
+    alone = copy.deepcopy(model)
+    padded.inputs.pop("attention_mask", None)  # causal: no token sees the padding, which follows
+    loss, gradients = loss_and_gradients(alone, padded)
+    attention.set_document_boundaries(model)
+    for checkpointing in ("none", "full", "selective"):
+        enable_checkpointing(model, checkpointing)
+        found_loss, found = loss_and_gradients(model.train(), packed)
+        torch.testing.assert_close(found_loss, loss)
+        assert found.keys() == gradients.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_module_of_ones_own_that_lets_documents_see_each_other_is_refused() -> None:
+    remedy = r"docs/extras/long_sequences\.md says what a model of your own needs"
+    with pytest.raises(UserError, match=f"packing: Wrapped .*gives other results for them than alone. {remedy}"):
+        attention.check_documents(Wrapped(hands_on=False))
+    plain = torch.nn.Sequential(torch.nn.Embedding(97, 8), torch.nn.Linear(8, 97))
+    with pytest.raises(UserError, match=f"packing: Sequential .*TypeError.*input_ids.*{remedy}"):
+        attention.check_documents(plain)
+
+
+def test_grouped_heads_of_a_module_of_ones_own_attend_as_torch_does() -> None:
+    query, key, value = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
+    whole = torch.nn.functional.scaled_dot_product_attention
+    expected = whole(query, key, value, is_causal=True, enable_gqa=True)
+    found = attention.attend_within_documents(query, key, value, None, is_causal=True)
+    torch.testing.assert_close(found, expected)
+    documents = Documents.of([[5, 7], [12]])
+    parts = [whole(query[:1, :, p], key[:1, :, p], value[:1, :, p], enable_gqa=True) for p in (slice(5), slice(5, 12))]
+    alone = torch.cat([torch.cat(parts, 2), whole(query[1:], key[1:], value[1:], enable_gqa=True)])
+    torch.testing.assert_close(attention.attend_within_documents(query, key, value, documents), alone)

@@ -5,7 +5,9 @@ that recomputes its layers those of one layer outgrow everything else at long se
 keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
 """
 
+import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, cast
 
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from train.extras.weightless import obstacle_on_trial
+from train.extras.activations.recompute import layers_of
+from train.extras.small_copy import boosted, differ, on_trial
+from train.extras.weightless import obstacle_on_trial, without_weights
 from train.records import UserError
 
 # With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size.
@@ -29,12 +34,15 @@ def tile_mlps(model: nn.Module) -> str:
     """Makes MLPs and the norms next to them compute in tiles; a line about it. Names of weights and hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
-    alone. Of mixtures each expert already gets a part of the tokens. Raises UserError where there is nothing to tile.
+    alone. Of mixtures each expert already gets a part of the tokens. In a module of your own they are whatever treats
+    each token alone, by numbers. Raises UserError where there is nothing to tile.
     """
     found, around = parts_to_tile(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
         reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
+        if not isinstance(model, PreTrainedModel):
+            reason = "no module in the layers of its nn.ModuleLists makes (B, S, H) of (B, S, H), each token alone"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
     for part in [*found, *around]:
         part.__class__ = _tiled(type(part))
@@ -44,7 +52,9 @@ def tile_mlps(model: nn.Module) -> str:
 
 def parts_to_tile(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """What :func:`tile_mlps` tiles: MLPs; and the norms of hidden states next to them and after the last layer."""
-    layers = [layer for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
+    if not isinstance(model, PreTrainedModel):
+        return _own_parts(model)
+    layers = [layer for layer in _layers_with_mlp(model) if _gives_hidden_states_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
@@ -57,14 +67,39 @@ def _layers_with_mlp(model: nn.Module) -> list[Any]:
     return [layer for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
 
 
-def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:
-    def gives_hidden_states_alone(twin: nn.Module) -> str | None:
+def _gives_hidden_states_alone(mlp: nn.Module, model: Any) -> bool:
+    def obstacle(twin: nn.Module) -> str | None:
         dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
         hidden = torch.empty(1, 1, model.config.get_text_config().hidden_size, dtype=dtype)
         return None if isinstance(twin(hidden), Tensor) else "a router's scores come with them"
 
     is_one = isinstance(mlp, Tiled) or type(mlp).__name__.endswith("MLP")
-    return is_one and obstacle_on_trial(mlp, gives_hidden_states_alone) is None
+    return is_one and obstacle_on_trial(mlp, obstacle) is None
+
+
+def _own_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """In a module of your own: what of the layers in its lists, and of norms next to such lists, can be tiled."""
+    layers = layers_of(model)
+    around = [m for m in model.modules() if any(isinstance(child, nn.ModuleList) for child in m.children())]
+    parts = dict.fromkeys(part for module in (*layers, *around) for part in module.children())
+    kinds = {str(part): part for part in parts if not isinstance(part, nn.Linear)}  # a single product keeps little
+    alone = {kind for kind, part in kinds.items() if _treats_tokens_alone(part)}
+    found = [part for part in parts if str(part) in alone]
+    mlps = [part for part in found if next(part.children(), None) is not None]
+    return mlps, [part for part in found if part not in mlps]
+
+
+def _treats_tokens_alone(part: nn.Module) -> bool:
+    """Whether it makes (B, S, H) of (B, S, H), each token alone, as far as a copy with other weights tells."""
+    for width in {p.shape[-1] for p in part.parameters() if p.ndim}:
+        with suppress(Exception), on_trial():  # modules fail in their own ways
+            twin, hidden = boosted(without_weights(part, real=torch.float32)), torch.randn(1, 6, width)
+            with torch.enable_grad():
+                whole = twin(hidden)
+            copy.deepcopy(twin)  # fails where it remembers a tensor for the loss, such as a router's scores
+            pieces = torch.cat([twin(hidden[:, :2]), twin(hidden[:, 2:])], dim=1)
+            return whole.shape == hidden.shape and not differ(pieces, whole)
+    return False
 
 
 class Tiled(nn.Module):
@@ -78,16 +113,16 @@ class Tiled(nn.Module):
     FSDP2 see whole gradients.
     """
 
-    def compute_whole(self, hidden: Tensor) -> Tensor:
+    def compute_whole(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """(..., H) → (..., H), computed by the original class."""
-        return super().forward(hidden)
+        return super().forward(hidden, *others, **named)
 
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
-    def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:  # pyright: ignore
         tokens = hidden.shape[:-1].numel()
         size = max(MIN_TILE_TOKENS, hidden.shape[-1], min(tokens // 16, MAX_TILE_TOKENS))  # at least H, as ALST does
-        if tokens <= size:
-            return self.compute_whole(hidden)
+        if tokens <= size or others or named:  # with which it may not treat tokens alone
+            return self.compute_whole(hidden, *others, **named)
         if not torch.is_grad_enabled():
             return _in_tiles(self, hidden, size)
         kept = cast("Tensor", _Keep.apply(hidden))  # if it needs a gradient: before the tiles compute, not after

@@ -90,7 +90,7 @@ class Extra(extras.Extra):
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.long_sequences import attention
 
-        if run.config.of(Options).packing and not run.is_planned:
+        if run.config.of(Options).packing and not run.is_planned and run.config.get("check_model") is not False:
             attention.check_documents(network)
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:

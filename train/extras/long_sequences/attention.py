@@ -30,9 +30,13 @@ def set_document_boundaries(model: Any) -> None:
     """From now on ``model`` takes ``documents`` next to its other arguments, and its attention stays within them.
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
+    A module of your own passes them on: to models of transformers within it, or to :func:`attend_within_documents`.
     """
-    # Beneath the head, which may pool by the mask.
-    getattr(model, "base_model", model).register_forward_pre_hook(_with_documents, with_kwargs=True)
+    if isinstance(model, PreTrainedModel):  # beneath the head, which may pool by the mask
+        model.base_model.register_forward_pre_hook(_with_documents, with_kwargs=True)
+    else:
+        for child in model.children():
+            set_document_boundaries(child)
 
 
 def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -69,6 +73,18 @@ def attend(module: nn.Module, *given: Any, documents: Documents | None = None, *
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     how = {"dropout": options.get("dropout", 0.0), "scaling": options.get("scaling"), "is_causal": causal}
     return _attend_within(module, given[:3], documents, window, how), None
+
+
+def attend_within_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, is_causal: bool = False, dropout: float = 0
+) -> Tensor:
+    """torch's ``scaled_dot_product_attention`` for a module of your own: (B, H, S, D) of key, value (B, H', S, D).
+
+    No token sees those of other documents in its row. Without ``documents`` each row is one.
+    """
+    module = cast("nn.Module", SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1]))
+    how = {"documents": documents, "is_causal": is_causal, "dropout": dropout, "scaling": None}
+    return attend(module, query, key, value, None, **how)[0].transpose(1, 2)
 
 
 def attend_rows(
@@ -175,14 +191,15 @@ def check_documents(model: nn.Module) -> None:
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         remedy = "Leave packing out, or take another model (llama, qwen3, gpt2, bert, modernbert ...)"
+        if not isinstance(model, PreTrainedModel):
+            remedy = "docs/extras/long_sequences.md says what a model of your own needs"
         raise UsageError(f"packing: {name} cannot keep documents apart that share a row: {obstacle}. {remedy}.")
 
 
 def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
     """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
     by its own attention, and together."""
-    if not isinstance(model, PreTrainedModel):
-        return "it is not a transformers model"
+    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def trial(small: Any) -> str | None:
         tokens = torch.cat([tokens_on_trial(small), tokens_on_trial(small).flip(1)])
@@ -191,7 +208,8 @@ def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
         rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
         alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
         set_document_boundaries(small)
-        small.set_attn_implementation("eager" if model.config._attn_implementation == "eager" else "sdpa")
+        if hasattr(small, "set_attn_implementation"):
+            small.set_attn_implementation("eager" if own == "eager" else "sdpa")
         changes = differ(logits_on_trial(small, tokens, **inputs), alone)
         return "a small copy gives other results for them than alone" if changes else None
 
