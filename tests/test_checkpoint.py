@@ -503,3 +503,14 @@ def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
     for step in (100_000_000, 99_999_999, 5):
         (tmp_path / f"step-{step:08d}").mkdir()
     assert list(by_step(tmp_path)) == [5, 99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_no_rank_leaves_before_the_others_have_copied_what_is_whole(
+    keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On cards those who keep nothing only queue their part of each gather, and might end before it is done."""
+    met: list[Any] = []
+    monkeypatch.setattr("train.state.exchange", lambda value: met.append(value) or [value])
+    whole = TrainingState(torch.nn.Linear(2, 2), None, {}).whole_tensors(keep)
+    assert sorted(whole) == ["bias", "weight"] * keep and len(met) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import ACCELERATE_LAUNCH, ROOT
+from torch.distributed import distributed_c10d
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.launch import Launch, accelerator_options, read_launch, shard_by_layer
@@ -56,10 +57,13 @@ def test_an_empty_variable_is_one_that_is_not_set() -> None:
     assert read_launch({"WORLD_SIZE": "", "RANK": ""}) == Launch()
 
 
-def test_on_cuda_whoever_knows_the_lost_rank_speaks_before_the_watchdog() -> None:
+def test_on_cuda_whoever_knows_the_lost_rank_speaks_before_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", None)  # put back afterwards
     for device, seconds in (("cpu", 30), ("cuda", 90)):
         [handler] = accelerator_options(Launch(), torch.device(device), 30)["kwargs_handlers"]
         assert handler.timeout.total_seconds() == seconds
+    # also in the groups of meshes and DeepSpeed, which are told none
+    assert distributed_c10d._get_default_timeout(distributed_c10d.Backend.NCCL).total_seconds() == 90  # pyright: ignore
 
 
 @pytest.mark.slow

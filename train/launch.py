@@ -82,10 +82,13 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     """Arguments of ``Accelerator`` that follow from launch and device; ranks wait ``seconds`` for each other."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import InitProcessGroupKwargs
+    from torch.distributed import distributed_c10d
 
     # NCCL's watchdog ends a process without a word: whoever can say which rank is lost speaks before it.
     timeout = timedelta(seconds=seconds + 60 * (device.type == "cuda"))
     options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
+    # A mesh or DeepSpeed gives none to the groups that it makes, which NCCL would end after 10 minutes.
+    distributed_c10d.default_pg_nccl_timeout = timeout
     # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
     options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":

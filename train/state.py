@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.model import keep_cache
-from train.records import UserError
+from train.records import UserError, exchange
 
 INDEX = "index.json"  # of a checkpoint: which block is where
 
@@ -148,6 +148,7 @@ class TrainingState:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
                 whole[name] = full.detach().cpu().contiguous()
+        exchange(None)  # on a card those who keep nothing have only queued their part; they must not end before it
         return whole
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:

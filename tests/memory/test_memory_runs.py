@@ -15,12 +15,14 @@ import yaml
 from support import Run, causal_data, run_for
 
 from train import extras
-from train.config import Config
+from train.config import Config, parse
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.figures import gib
 from train.launch import Launch
 from train.main import main
 from train.memory import session
-from train.records import EXIT_DONE, EXIT_ERROR, UsageError
+from train.records import EXIT_DONE, EXIT_ERROR, UsageError, UserError
+from train.tasks import load_task
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
@@ -93,6 +95,18 @@ def test_a_step_beyond_host_memory_is_refused(
     assert main(flags) == EXIT_ERROR
     assert re.search(expected, capsys.readouterr().err, re.DOTALL)
     assert main([*flags, "--rehearse", "False"]) == EXIT_DONE
+
+
+def test_every_rank_needs_room_for_all_weights_under_fsdp2_too(recipe: Path, monkeypatch: Any) -> None:
+    """Each builds them before they are shared out."""
+    monkeypatch.setattr(session.psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    monkeypatch.setattr(session, "free_host_bytes", lambda: 20 * 2**10)
+    run: Any = run_for(parse(["--config", str(recipe)]), launch=Launch(world_size=1000, engine="fsdp2"))
+    monkeypatch.setattr(type(run.accelerator), "is_fsdp2", True)
+    tokenizer = build_tokenizer("bytes", ())
+    data = SimpleNamespace(task=load_task("causal_lm")(run.config), tokenizer=tokenizer, label_names=())
+    with pytest.raises(UserError, match="host memory: the weights need"):
+        session.MemorySession._refuse_weights(SimpleNamespace(_run=run, _data=data))  # pyright: ignore
 
 
 def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class MemorySession:
     def _refuse_weights(self) -> None:
         """Raises UserError if host memory has no room for the weights: the system would kill the run, and say nothing.
 
-        They are loaded or made there first. Those that are quantized, or have the type already in their file, are not.
+        Each rank loads or makes them there first, but not what is quantized, or has the type already in its file.
         """
         run, data, own, needed = self._run, self._data, self._run.config.architecture, 0
         if not own.is_function and run.config.get("adapter") != "qlora":
@@ -147,7 +147,7 @@ class MemorySession:
                 is_mapped = stored is not None and stored.dtype == getattr(torch, own.dtype)
                 if not is_mapped and getattr(stored, "quantization_config", None) is None:
                     needed = sum(parameter.nbytes for parameter in network.parameters())
-        if needed > (free := _room_bytes() * (run.launch.world_size if run.accelerator.is_fsdp2 else 1)):
+        if needed > (free := _room_bytes()):
             remedy = "Give a smaller model, --dtype bfloat16, or --rehearse False to try it"
             raise UserError(f"host memory: the weights need {gib(needed)}, but {gib(free)} is free. {remedy}.")
 

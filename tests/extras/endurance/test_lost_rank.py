@@ -283,6 +283,49 @@ def test_rank_that_ends_before_all_have_met_ends_those_who_wait_for_it(
     assert told == ["rank 1 ended before the others; its own message says why."]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_rank_that_fails_ends_those_whose_collectives_do_not_notice(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """As on two hosts under NCCL. One that ends without an error ends nobody."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with watch(0, 2):
+        with contextlib.suppress(ZeroDivisionError), watch(1, 2) as second:
+            second._connected.wait(20)
+            _ = 1 / (not fails)
+        deadline = time.monotonic() + (20 if fails else 2)
+        while not statuses and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert statuses == [EXIT_ERROR] * fails
+    assert told == ["rank 1 ended before the others; its own message says why."] * fails
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nobody_ends_before_rank_0_which_may_still_write(
+    store: TCPStore, watch: Callable[..., RankWatch], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with watch(1, 2) as second:
+        thread = threading.Thread(target=lambda: (second.wait_for_first(), order.append("1 ends")))
+        with contextlib.suppress(ZeroDivisionError), watch(0, 2) as first:
+            thread.start()
+            time.sleep(1)
+            order.append("0 has written")
+            _ = 1 / (not fails)
+            first.wait_for_first()
+        thread.join(20)
+    assert order == ["0 has written", "1 ends"]
+
+
+def test_what_was_gathered_is_not_kept(store: TCPStore, watch: Callable[..., RankWatch]) -> None:
+    with watch(0, 2) as first, watch(1, 2) as second:
+        assert second.gather("of step 1", "x" * 1000) == []
+        assert first.gather("of step 1", "y") == ["y", "x" * 1000]
+        assert [Store("127.0.0.1", store.port).value(f"of step 1/{rank}") for rank in (0, 1)] == ["", ""]
+
+
 def test_connection_that_breaks_is_made_anew(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

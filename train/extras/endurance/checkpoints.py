@@ -176,7 +176,7 @@ def copied(blocks: Blocks, buffer: Tensor) -> dict[str, dict[str, Block]]:
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
         copies[section][name] = replace(block, tensor=host.copy_(tensor, non_blocking=tensor.is_cuda))
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return copies
 

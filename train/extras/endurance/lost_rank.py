@@ -33,7 +33,7 @@ from train.records import EXIT_ERROR, one_line
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 6.0  # how long a roll call waits: long enough for every living rank to look several times
 STORE_SECONDS = 10.0  # how long the store may take to answer before its host counts as gone
-LEFT = "left"
+LEFT, FAILED, DONE = "left", "failed", "done"
 T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
@@ -118,13 +118,15 @@ class RankWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._closing.set()
         self._thread.join(POLL_SECONDS)
         if self._store is not None:
             with suppress(RuntimeError):  # the store may have gone with its host
                 self._store.set(f"beat/{self._rank}", LEFT)
                 self._store.set(LEFT, "1")
+                if kind is not None:
+                    self._store.set(FAILED, "1")
 
     def concludes(self, error: Exception) -> bool:
         """Whether a lost rank caused ``error``; if so, one rank has reported it by then. Takes seconds."""
@@ -161,6 +163,11 @@ class RankWatch:
         self._until(lambda store: store.set(f"prepared/{self._rank}", "1"))
         self._until(lambda store: store.check(*(f"prepared/{rank}" for rank in self._ranks)))
 
+    def wait_for_first(self) -> None:
+        """Ends no rank before rank 0, which may still write: launchers do not wait long for those of other hosts."""
+        with suppress(RuntimeError):  # it has failed, or is out of reach
+            self._until(lambda store: store.check(DONE) if self._rank else store.set(DONE, "1"))
+
     def gather(self, name: str, text: str) -> list[str]:
         """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
 
@@ -171,7 +178,10 @@ class RankWatch:
             return []
         keys = [f"{name}/{rank}" for rank in self._ranks]
         self._until(lambda store: store.check(*keys), patience_seconds=0)
-        return list(map(self._met().value, keys))
+        texts = list(map(self._met().value, keys))
+        for key in keys:  # the store is held by a launcher, for as long as the run takes
+            self._met().set(key, "")
+        return texts
 
     def _until(self, succeeds: Callable[[Store], bool], patience_seconds: float = math.inf) -> None:
         """Asks until it ``succeeds``; waits for the thread to connect again, where that was cut, with patience."""
@@ -229,7 +239,9 @@ class RankWatch:
             if (beat := store.value(neighbour)) != last or beat == LEFT:
                 last, since = beat, time.monotonic()
             have_met = have_met or torch.distributed.is_initialized()
-            is_lost = time.monotonic() - since > self._timeout_seconds or (not have_met and store.check(LEFT))
+            # gloo notices a rank that has failed. NCCL may not: its ranks would wait until their collective times out.
+            has_left = store.check(FAILED if have_met else LEFT)
+            is_lost = has_left or time.monotonic() - since > self._timeout_seconds
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 return
 

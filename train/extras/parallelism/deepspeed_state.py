@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from train.records import exchange
 from train.state import Block, StoredBlocks, TrainingState
 
 
@@ -90,6 +91,7 @@ class DeepSpeedState(TrainingState):
             tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if keep and tensor is not None:
                 whole[name] = tensor.detach().cpu()
+        exchange(None)  # as in the core
         return whole
 
     def checkpointed_tensors(self) -> dict[str, Tensor]:
