@@ -116,7 +116,7 @@ class Recorder:
         run, selection = run_for(self.config, self.accelerator, self.launch), Selection()
         task = SimpleNamespace(default_metric="accuracy", greater_is_better=None)
         data: Any = SimpleNamespace(task=task, examples={"validation": None})
-        with patch("train.extras.digests.examples_digest", return_value="abc"):
+        with patch("train.extras.cache.examples_digest", return_value="abc"):
             selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (
             Extras({"memory": OneGiB(), "endurance": Endurance(), "selection": selection}),

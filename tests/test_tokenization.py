@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from train import extras
 from train.config import Config
 from train.data import load_tokenizer
-from train.extras.digests import tokenizer_digest
+from train.extras.cache import tokenizer_digest
 from train.extras.readers import own_tokenizers
 from train.records import Corpus, UserError
 from train.tasks import causal_lm, load_task, tokenize

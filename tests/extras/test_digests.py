@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from train.extras.digests import examples_digest
+from train.extras.cache import examples_digest
 
 ROWS: list[dict[str, Any]] = [
     {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},

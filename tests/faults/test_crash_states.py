@@ -76,7 +76,7 @@ class Crashes:
             task=SimpleNamespace(default_metric="loss", greater_is_better=None), examples=examples
         )
         self.selection = Extra()
-        with patch("train.extras.digests.examples_digest", return_value=data):
+        with patch("train.extras.cache.examples_digest", return_value=data):
             self.selection.prepared(run_for(self.config, self.accelerator), made, made)
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)

@@ -186,7 +186,7 @@ def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) 
     rooms = {path.name for path in (folder / "train" / "extras").iterdir() if path.is_dir()}
     assert rooms <= {"__pycache__"}
     helpers = {path.name for path in (folder / "train" / "extras").glob("*.py")}
-    assert helpers == {"__init__.py", "cache.py", "digests.py"}  # the last two are for recipes
+    assert helpers == {"__init__.py", "cache.py"}  # the last is for recipes
     launch_files = {path.stem for path in (folder / "accelerate_configs").iterdir()}
     assert launch_files == {"cpu", "ddp", "ddp_multi_node", "fsdp2", "fsdp2_multi_node", "fsdp2_offload", "single_gpu"}
     kept = [path.name for path in (folder / "recipes").glob("*.yaml")]

@@ -21,8 +21,7 @@ from datasets import config
 from filelock import FileLock
 
 from train.config import check, from_values
-from train.extras.cache import intact
-from train.extras.digests import ROWS_AT_ONCE
+from train.extras.cache import ROWS_AT_ONCE, intact
 from train.extras.readers import Source, readers
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError

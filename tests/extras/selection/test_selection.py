@@ -22,7 +22,7 @@ from train.tasks import causal_lm, load_task
 
 @pytest.fixture(autouse=True)
 def _known_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.extras.digests.examples_digest", lambda examples: "abc")
+    monkeypatch.setattr("train.extras.cache.examples_digest", lambda examples: "abc")
 
 
 def prepared(**changes: Any) -> tuple[Extra, Run]:

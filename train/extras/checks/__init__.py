@@ -82,8 +82,8 @@ class Extra(extras.Extra):
             fit.try_small_copy(run, network, task, (*sizes, self._pad_id))
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+        from train.extras.cache import examples_digest
         from train.extras.checks.documents import describe
-        from train.extras.digests import examples_digest
 
         digests = {split: examples_digest(examples) for split, examples in data.examples.items()}
         self._data = digests["train"]
@@ -127,7 +127,7 @@ class Extra(extras.Extra):
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
         from train.batching import arithmetic_of
-        from train.extras.digests import code_digest, tokenizer_digest
+        from train.extras.cache import code_digest, tokenizer_digest
 
         values, own = to_values(run.config), run.config.architecture
         source = own.name.rpartition(":")[0] if own.is_function else f"{own.model}/config.json"

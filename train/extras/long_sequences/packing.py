@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from train.data import PreparedData
-from train.extras.cache import generated
-from train.extras.digests import examples_digest
+from train.extras.cache import examples_digest, generated
 from train.extras.long_sequences.documents import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, Run, column

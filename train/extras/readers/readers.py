@@ -18,8 +18,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from train.extras.cache import file_digest, generated
-from train.extras.digests import ROWS_AT_ONCE
+from train.extras.cache import ROWS_AT_ONCE, file_digest, generated
 from train.extras.readers import Source
 from train.figures import several, without_secrets
 from train.records import UserError, one_line

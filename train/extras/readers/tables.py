@@ -15,8 +15,7 @@ from datasets import Dataset, config
 from datasets.fingerprint import Hasher
 from pyarrow import compute
 
-from train.extras.cache import file_digest
-from train.extras.digests import ROWS_AT_ONCE
+from train.extras.cache import ROWS_AT_ONCE, file_digest
 from train.extras.readers import Source
 from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
 from train.figures import without_secrets

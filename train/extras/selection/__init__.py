@@ -57,7 +57,7 @@ class Extra(extras.Extra):
         """Raises UserError for a metric that the task does not have, before training."""
         import numpy as np
 
-        from train.extras.digests import examples_digest
+        from train.extras.cache import examples_digest
 
         options, examples = run.config.of(Options), data.examples
         self._metric = options.metric_for_best or data.task.default_metric
