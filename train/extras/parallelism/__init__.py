@@ -85,7 +85,7 @@ class Extra(extras.Extra):
     ) -> TrainingState | None:
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
-        from train.extras.parallelism.deepspeed_state import DeepSpeedState
+        from train.extras.parallelism.deepspeed_engine import DeepSpeedState
 
         return DeepSpeedState(network, optimizer, identity)
 
