@@ -17,14 +17,13 @@ from train.batching import (
     Batches,
     Loading,
     Rounds,
-    arithmetic_of,
     epoch_order,
     without_targets,
 )
 from train.config import Config
 from train.extras.long_sequences.token_batches import TokenRounds
 from train.extras.longest import longest_of
-from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError
+from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, arithmetic_of
 from train.tasks import load_task
 
 

@@ -63,7 +63,6 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
     """Makes the Accelerator, which knows devices, precision and accumulation, and the Run that is handed on."""
     from accelerate import Accelerator
 
-    from train.batching import arithmetic_of
     from train.outputs import Outputs
 
     launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
@@ -72,7 +71,7 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
     timeout_seconds = config.optimization.distributed_timeout_seconds
     options = launching.accelerator_options(launch, launching.target_device(), timeout_seconds)
     accelerator = Accelerator(
-        gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
+        gradient_accumulation_steps=records.arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
@@ -87,7 +86,6 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
 def train(run: records.Run) -> int:
     """Data, model, optimizer, fit, finish; returns the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
-    from train.batching import arithmetic_of
     from train.data import prepare_data
     from train.loop import fit, is_done
     from train.model import build_model
@@ -101,7 +99,7 @@ def train(run: records.Run) -> int:
     with joined.inside("preparing"):
         data = prepare_data(run)
     run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
-    optim, arithmetic = run.config.optimization, arithmetic_of(run.config, run.launch.dp_size)
+    optim, arithmetic = run.config.optimization, records.arithmetic_of(run.config, run.launch.dp_size)
     batches = data.training_batches(run, arithmetic)
     joined.each("prepared", run, data, batches)
 

@@ -150,6 +150,25 @@ class BatchArithmetic:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
 
+def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
+    """The batch sizes of ``config`` completed, ``auto`` as 1; raises UsageError if they contradict each other."""
+    optim = config.optimization
+    size = 1 if optim.micro_batch_size == "auto" else optim.micro_batch_size
+    accumulation, total = optim.gradient_accumulation_steps, optim.global_batch_size
+    if total is None:
+        return BatchArithmetic(size, accumulation or 1, world_size)
+    steps, rest = divmod(total, size * world_size)
+    if rest:
+        near = f"{total - rest} or {total - rest + size * world_size}" if steps else f"{size * world_size}"
+        other = "number of processes" if total % world_size else "micro_batch_size"
+        what = f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es)"
+        raise UsageError(f"{what}: {near} would be, or another {other}.")
+    if accumulation not in (None, steps):
+        product = f"global_batch_size {total} = micro_batch_size {size} × {steps} × {world_size} process(es)"
+        raise UsageError(f"gradient_accumulation_steps: {accumulation} contradicts {product}. Give one of the two.")
+    return BatchArithmetic(size, steps, world_size)
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What one optimizer step did, equal on all ranks except for ``loss_sum``."""

@@ -67,14 +67,14 @@ def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def global_batch_of(config: Config) -> int:
     """Examples of an optimizer step of one process."""
-    from train.batching import arithmetic_of
+    from train.records import arithmetic_of
 
     return arithmetic_of(config, 1).global_batch_size
 
 
 def accumulation_of(config: Config) -> int:
     """Micro-batches of an optimizer step of one process."""
-    from train.batching import arithmetic_of
+    from train.records import arithmetic_of
 
     return arithmetic_of(config, 1).accumulation_steps
 

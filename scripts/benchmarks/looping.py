@@ -34,12 +34,11 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         tokens: (examples, length + 1), taken in the order of the first epoch.
         tick: called at the end of each step with its number, from 1.
     """
-    from train.batching import arithmetic_of
     from train.launch import Launch
     from train.loop import fit
     from train.model import ModelWithLoss
     from train.optim import build_optimizer, parameter_counts
-    from train.records import Parts, Progress
+    from train.records import Parts, Progress, arithmetic_of
     from train.state import TrainingState
     from train.step import Engine
 

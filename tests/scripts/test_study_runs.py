@@ -23,10 +23,9 @@ from support import ROOT, write_recipe
 from scripts.benchmarks import study
 from scripts.benchmarks.study import ablation, batch_size, learning_rate, trials
 from scripts.benchmarks.study.trials import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, Interval, Outcome
-from train.batching import arithmetic_of
 from train.config import parse
 from train.optim import num_warmup_steps
-from train.records import UsageError
+from train.records import UsageError, arithmetic_of
 
 RESULTS = ROOT / "docs" / "results"
 

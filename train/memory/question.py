@@ -16,7 +16,7 @@ from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import Recompute, ladder_on
 from train.memory.predict import HALF, OFFLOAD, PRECISIONS, SHARDED_WEIGHTS, Job, Target
-from train.records import MicroBatch, UsageError, UserError
+from train.records import MicroBatch, UsageError, UserError, arithmetic_of
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
@@ -44,7 +44,6 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
 
     Examples are taken to differ in length, so micro-batches are padded where the task then needs an attention mask.
     """
-    from train.batching import arithmetic_of
     from train.tasks import load_task
 
     task, size = load_task(config.data.task)(config), _micro_batch_size(config, world_size)
@@ -216,8 +215,6 @@ class Question:
     @property
     def global_batch_size(self) -> int:
         """Examples of an optimizer step, over all ranks; raises UsageError if the sizes contradict each other."""
-        from train.batching import arithmetic_of
-
         return arithmetic_of(self.config, self.world_size).global_batch_size
 
     @property

@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from train import checkpoint
-from train.batching import arithmetic_of, load
+from train.batching import load
 from train.config import Config
 from train.data import PreparedData
 from train.evaluation import reshard, score
@@ -33,7 +33,7 @@ from train.memory.plan import host_bytes
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
 from train.model import build_network
-from train.records import MicroBatch, Parts, Run, UserError, column
+from train.records import MicroBatch, Parts, Run, UserError, arithmetic_of, column
 from train.tasks import stored_config
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone

@@ -10,11 +10,10 @@ import torch
 from accelerate import Accelerator
 
 from train import extras
-from train.batching import arithmetic_of
 from train.config import Config
 from train.extras.hardware import init_gloo
 from train.launch import Launch, accelerator_options
-from train.records import Run
+from train.records import Run, arithmetic_of
 
 NEEDED = ("activations", "losses", "parallelism", "optimizers")
 """Extras that decide how a step is computed here; others would watch or guard it."""

@@ -17,7 +17,7 @@ from train.config import Config, option, to_values
 from train.extras.checks import settings
 from train.figures import read_metrics
 from train.launch import Launch
-from train.records import Corpus, Run, UserError, exchange
+from train.records import Corpus, Run, UserError, arithmetic_of, exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +126,6 @@ class Extra(extras.Extra):
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
-        from train.batching import arithmetic_of
         from train.extras.cache import code_digest, tokenizer_digest
 
         values, own = to_values(run.config), run.config.architecture

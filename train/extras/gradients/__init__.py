@@ -8,7 +8,7 @@ from typing import Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Parts, Run
+from train.records import MicroBatch, Parts, Run, arithmetic_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class Extra(extras.Extra):
             needed = "use ddp.yaml or fsdp2.yaml: it needs their gradients"
             extras.refuse("gradient_health", (f"{launch} in the launch file", hidden, needed), no_whole)
         if own.gradient_noise_scale:
-            from train.batching import arithmetic_of
-
             is_auto = config.optimization.micro_batch_size == "auto"
             is_whole = launch.engine == "ddp" and launch.copies == 1
             accumulated = arithmetic_of(config, launch.world_size).accumulation_steps

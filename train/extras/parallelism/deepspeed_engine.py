@@ -21,12 +21,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 
-from train.batching import arithmetic_of
 from train.config import Config
 from train.extras import refuse
 from train.launch import Launch
 from train.model import ModelWithLoss
-from train.records import Run, UsageError, UserError, exchange
+from train.records import Run, UsageError, UserError, arithmetic_of, exchange
 from train.state import Block, StoredBlocks, TrainingState
 from train.step import Engine
 
