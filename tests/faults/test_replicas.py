@@ -14,8 +14,8 @@ from support import write_recipe
 from torch import nn
 
 from train.checkpoint import verify
-from train.extras.endurance import replicas
-from train.extras.endurance.replicas import digest
+from train.extras.endurance import checkpoints
+from train.extras.endurance.checkpoints import digest
 from train.records import EXIT_DONE, EXIT_ERROR
 
 
@@ -49,7 +49,7 @@ def compared_every(steps: int) -> Fault:
 
 
 def _compared_every(steps: int, rank: int) -> None:
-    replicas.EVERY_STEPS = steps
+    checkpoints.COMPARED_EVERY_STEPS = steps
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

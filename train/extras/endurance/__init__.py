@@ -152,7 +152,7 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
-        from train.extras.endurance.replicas import Replicas
+        from train.extras.endurance.checkpoints import Replicas
 
         if run.launch.world_size > 1 and run.launch.engine == "ddp" and run.launch.tp_size == 1:
             self._compare_replicas = Replicas(parts.state.model).compare

@@ -1,24 +1,28 @@
-"""Checkpoints written in the background, complete or absent like any other; and going back to one after divergence."""
+"""Checkpoints written in the background, complete or absent like any other, of weights that are finite and, under data
+parallelism, equal on all ranks; and going back to one after divergence."""
 
 import itertools
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train import checkpoint
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.figures import read_metrics
-from train.records import DivergenceError, Progress, Run, exchange
+from train.records import DivergenceError, Progress, Run, UserError, exchange
 from train.state import Block, TrainingState
 
+COMPARED_EVERY_STEPS = 100  # replicas: often enough to lose little, seldom enough to cost nothing
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # integers of as many bytes
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 Blocks: TypeAlias = Mapping[str, Mapping[str, Block]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
@@ -166,6 +170,36 @@ def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> Bloc
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
     return blocks
+
+
+class Replicas:
+    """The weights that every rank holds as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._compared = model, 0
+
+    def compare(self, step: int, is_saved: bool) -> None:
+        """Raises UserError, on all ranks together, if one differs; looks before each save, and now and then."""
+        if not is_saved and step - self._compared < COMPARED_EVERY_STEPS:
+            return
+        self._compared, digests = step, exchange(digest(self._model.parameters()))
+        usual, count = Counter(digests).most_common(1)[0]
+        if others := [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]:
+            than = "those of other ranks" if len(others) < len(digests) else "each other"
+            raise UserError(
+                f"step {step}: the weights of rank {', '.join(map(str, others))} differ from {than}, and must not: a "
+                "device or its memory may be faulty, your code may treat ranks differently, or a step left parameters "
+                "without a gradient (--find_unused_parameters). Nothing is saved; older checkpoints had equal weights."
+            )
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """A number made of all bits: a sum of integers is exact, in whatever order a device adds."""
+    sums = []
+    for flat in (tensor.detach().contiguous().view(-1) for tensor in tensors):
+        fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        sums.append(flat.view(torch.int64 if fits else BITS[flat.element_size()]).sum())  # the wide one 30 times faster
+    return int(torch.stack(sums).sum())
 
 
 def copied(blocks: Blocks, buffer: Tensor) -> dict[str, dict[str, Block]]:
