@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from train.config import Config
-from train.extras.activations import Extra, compile_layers
+from train.extras.activations import Extra
+from train.extras.activations.recompute import compile_layers
 from train.extras.long_sequences.documents import Documents
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
@@ -97,7 +98,7 @@ def test_checkpointing_that_is_switched_on_in_a_run_leaves_layers_compiled(monke
     model, compiler = built(LLAMA, packing=True), counting()
     compile_layers(model, compiler)
     gradients(model, 12, [[5, 7], [7, 5]])
-    before, name = compiler.frame_count, "train.extras.activations.compile_layers"
+    before, name = compiler.frame_count, "train.extras.activations.recompute.compile_layers"
     monkeypatch.setattr(name, lambda model: compile_layers(model, compiler))
     found = Extra().memory_measure(run_for(Config().changed(compile=True)), ModelWithLoss(model))
     assert found is not None and found[1]()
@@ -150,7 +151,7 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch never compiles a function that it first met while operators were watched."""
-    compiler, name = counting(), "train.extras.activations.compile_layers"
+    compiler, name = counting(), "train.extras.activations.recompute.compile_layers"
     monkeypatch.setattr(name, lambda model: compile_layers(model, compiler))
     monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 1000)
     assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE

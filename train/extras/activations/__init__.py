@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from train import extras
 from train.config import Config, option
@@ -67,7 +67,7 @@ class Extra(extras.Extra):
             run.outputs.note(tiling.tile_mlps(network))
         recompute.enable_checkpointing(network, str(own.gradient_checkpointing), every, offload)
         if own.compile and not run.is_planned:
-            compile_layers(network)
+            recompute.compile_layers(network)
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
@@ -75,45 +75,13 @@ class Extra(extras.Extra):
             return None
 
         def checkpoint() -> bool:
-            from train.extras.activations.recompute import enable_checkpointing
+            from train.extras.activations import recompute
 
             with suppress(UserError):  # it does not work with this model
-                enable_checkpointing(model.model, "full", offload=own.gradient_checkpointing_offload)
+                recompute.enable_checkpointing(model.model, "full", offload=own.gradient_checkpointing_offload)
                 if own.compile:
-                    compile_layers(model.model)
+                    recompute.compile_layers(model.model)
                 return True
             return False
 
         return "activation checkpointing is switched on", checkpoint
-
-
-def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
-    """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
-
-    Everything around them stays as it is. So attention keeps its causal path (a model compiled whole builds a mask of
-    length × length), weights keep their names, and equal layers share one compilation; the second length makes lengths
-    symbolic. To be called after activation checkpointing was set up. Raises UserError where no such layers are known.
-    """
-    import torch
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    from train.extras.activations.recompute import Recomputed, layers_of
-
-    compiled = cache(partial(torch.compile, backend=backend))
-
-    @torch.compiler.disable(reason="what breaks a graph inside a checkpoint would leave the whole layer uncompiled")
-    def within(checkpoint: Any, function: Any, *inputs: Any, **options: Any) -> Any:
-        return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
-
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    known = layers_of(model)
-    layers = [m for m in model.modules() if m in known or type(m).__name__ in names]
-    if not layers:
-        raise UserError("compile: this model is not of transformers, and has no nn.ModuleList of layers. Leave it out.")
-    # From transformers 5.23 on a layer recomputes within its forward, before that around its call.
-    is_within = "__call__" not in vars(GradientCheckpointingLayer)
-    for layer in layers:
-        layer.compile(backend=backend)
-        if (is_within or isinstance(layer, Recomputed)) and getattr(layer, "gradient_checkpointing", False):
-            vars(layer)["_gradient_checkpointing_func"] = partial(within, layer._gradient_checkpointing_func)
-    return len(layers)

@@ -1,4 +1,5 @@
-"""Activation checkpointing: layers that recompute their activations in backward, with inputs on the device or host.
+"""Activation checkpointing: layers that recompute their activations in backward, with inputs on the device or host;
+and layers that are compiled, which has to agree with it.
 
 A checkpointed layer keeps its input, (B, S, H); the inputs of all layers are L·B·S·H elements, at long sequences the
 largest part of the remaining activations. With offload they are kept in pinned host memory. Copies run on a stream of
@@ -105,6 +106,33 @@ def _marked(kind: Any) -> type:
         return self._gradient_checkpointing_func(partial(kind.forward, self, **given.kwargs), *given.args[1:])
 
     return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__, "forward": forward})
+
+
+def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
+    """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
+
+    Everything around them stays as it is. So attention keeps its causal path (a model compiled whole builds a mask of
+    length × length), weights keep their names, and equal layers share one compilation; the second length makes lengths
+    symbolic. To be called after activation checkpointing was set up. Raises UserError where no such layers are known.
+    """
+    compiled = cache(partial(torch.compile, backend=backend))
+
+    @torch.compiler.disable(reason="what breaks a graph inside a checkpoint would leave the whole layer uncompiled")
+    def within(checkpoint: Any, function: Any, *inputs: Any, **options: Any) -> Any:
+        return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    known = layers_of(model)
+    layers = [m for m in model.modules() if m in known or type(m).__name__ in names]
+    if not layers:
+        raise UserError("compile: this model is not of transformers, and has no nn.ModuleList of layers. Leave it out.")
+    # From transformers 5.23 on a layer recomputes within its forward, before that around its call.
+    is_within = "__call__" not in vars(GradientCheckpointingLayer)
+    for layer in layers:
+        layer.compile(backend=backend)
+        if (is_within or isinstance(layer, Recomputed)) and getattr(layer, "gradient_checkpointing", False):
+            vars(layer)["_gradient_checkpointing_func"] = partial(within, layer._gradient_checkpointing_func)
+    return len(layers)
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
