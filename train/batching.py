@@ -65,7 +65,6 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a pass over the examples."""
         return -(-len(self.examples) // self.arithmetic.global_batch_size)
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:

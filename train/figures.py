@@ -87,7 +87,6 @@ def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def show_error(message: str) -> None:
-    """Shows what ended the run, on the error output."""
     rank = os.environ.get("RANK", "0")
     print(f"error{'' if rank == '0' else f' (rank {rank})'}: {without_secrets(message)}", file=sys.stderr, flush=True)
 

@@ -23,7 +23,6 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adam_settings(optim: Optimization) -> dict[str, Any]:
-    """Arguments of every kind of Adam."""
     return {"lr": optim.learning_rate, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
 
 

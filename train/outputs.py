@@ -127,7 +127,6 @@ class Outputs:
         figures.write_whole(self.metrics, "".join(figures.to_json(row) + "\n" for row in kept))
 
     def tick(self, step: int) -> None:
-        """One more step is done."""
         self.seconds_to_first_step = self.seconds_to_first_step or time.perf_counter() - STARTED
         self.bar.update(step - self.bar.n)
 
@@ -141,7 +140,6 @@ class Outputs:
         run.extras.each("recorded", run, kind, step, values)
 
     def write_rows(self, *rows: str) -> None:
-        """Appends to the log."""
         with figures.writable(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write("".join(rows))
 
@@ -153,7 +151,6 @@ class Outputs:
                 figures.sync(self.folder)
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
-        """Records an evaluation and prints it."""
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
         self.record(run, "evaluation", evaluation.step, values)
         self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")

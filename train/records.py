@@ -48,8 +48,6 @@ class UsageError(UserError):
 
 
 class StepError(UserError):
-    """An optimizer step that failed."""
-
     weights_intact = False  # whether weights and optimizer are, on every rank, as they were before the step
 
 

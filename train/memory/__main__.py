@@ -51,8 +51,6 @@ AUTO = ("max_length", "micro_batch_size", "gradient_checkpointing")  # what may 
 
 
 class Parser(argparse.ArgumentParser):
-    """Of flags that stand among those of training."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. {self.prog} --help lists the flags.")
 

@@ -28,7 +28,6 @@ def plan_text(question: Question, plan: Plan, command: str | None, longest: bool
 
 
 def outcome_text(question: Question, outcome: Outcome) -> str:
-    """What is predicted of one setting, for the terminal."""
     return "\n".join([_verdict(question, outcome), "", *_parts(question, outcome), *_notes(question, outcome)])
 
 

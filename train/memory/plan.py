@@ -94,8 +94,6 @@ def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
 
 
 class Plan(NamedTuple):
-    """The answer to a question."""
-
     asked: Outcome | None  # the configuration as it stands; None where it leaves the micro-batch open or cannot run
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits

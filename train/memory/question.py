@@ -182,8 +182,6 @@ class Setting(Recompute):
 
 @dataclass(frozen=True)
 class Question:
-    """A configuration on a device."""
-
     config: Config
     device: Device
     vocab_size: int
@@ -219,7 +217,6 @@ class Question:
 
     @property
     def asked(self) -> Setting:
-        """The configuration as it stands."""
         values, sharding = to_values(self.config), self.shardings[0]
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
         if values.get("loss") == "auto":

@@ -40,8 +40,6 @@ MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
 
 class MemorySession:
-    """Memory of one run on one rank."""
-
     def __init__(self, run: Run, data: PreparedData, predictor: Predictor) -> None:
         self._run, self._data, self._predictor = run, data, predictor
         self._own, self._device = run.config.of(Options), run.accelerator.device

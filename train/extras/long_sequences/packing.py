@@ -77,7 +77,6 @@ def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
-    """Rows of at most ``room`` tokens by :func:`best_fit`."""
     layout = 3  # change it when rows look different, so that rows cached before are not reused
     features = {n: kind if n in SUMMED else datasets.Sequence(kind) for n, kind in examples.features.items()}
     columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})

@@ -38,8 +38,6 @@ class Peak:
 
 @dataclass
 class Block:
-    """One live storage."""
-
     kind: str
     phase: str
     shape: tuple[int, ...] = ()
