@@ -110,7 +110,9 @@ class Task(tasks.Task):
         own, name = config.architecture, "decoder_start_token_id"
         if own.model is None and name not in (own.model_config or {}):
             raise UsageError(f"model_config: summaries need its {name}: that of the token with which summaries begin.")
-        self._start = getattr(tasks.stored_config(own), name, None) if own.model else (own.model_config or {})[name]
+        self._start = (own.model_config or {}).get(name)  # of a function's model: None, so the padding token
+        if own.model and not own.is_function:
+            self._start = getattr(tasks.stored_config(own), name, None)
 
     def token_ids(self, texts: Sequence[str], tokenizer: tasks.Tokenizer) -> Iterator[list[int]]:
         """No ids yet: :meth:`cut` makes them, of both parts."""

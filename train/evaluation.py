@@ -24,18 +24,18 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
             if may_stop and parts.engine.any_stop(bool(run.stop)):
                 raise StopAtOnce
             rows += score(run, parts, batch)
+        # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.
+        own = rows if run.launch.rank % run.launch.tp_size == 0 else []
+        everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64)
+        _, first = np.unique(everyone[:, 0], return_index=True)
+        table = np.add.reduceat(everyone, first)
+        table[:, [0, 4, 5]] = everyone[first][:, [0, 4, 5]]  # these do not add up
+        metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
+        metrics |= run.extras.merged("metrics", run, data, split, table)  # which may generate, without dropout
+        return Evaluation(split, step, metrics, time.perf_counter() - started)
     finally:
         reshard(parts.model)
         parts.model.train()
-    # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.
-    own = rows if run.launch.rank % run.launch.tp_size == 0 else []
-    everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64)
-    _, first = np.unique(everyone[:, 0], return_index=True)
-    table = np.add.reduceat(everyone, first)
-    table[:, [0, 4, 5]] = everyone[first][:, [0, 4, 5]]  # these do not add up
-    metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
-    metrics |= run.extras.merged("metrics", run, data, split, table)
-    return Evaluation(split, step, metrics, time.perf_counter() - started)
 
 
 @torch.no_grad()  # not inference_mode: what a model caches in it cannot be trained with afterwards

@@ -29,8 +29,9 @@ def adam_settings(optim: Optimization) -> dict[str, Any]:
 def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, Any]]:
     """The trained parameters of ``model``, and their weight decay."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for p in (p for p in model.parameters() if p.requires_grad):  # no kernel takes DTensors and plain tensors together
-        groups.setdefault((isinstance(p, DTensor), p.ndim < 2), []).append(p)
+    for name, p in model.named_parameters():
+        if p.requires_grad:  # no kernel takes DTensors and plain tensors together
+            groups.setdefault((isinstance(p, DTensor), p.ndim < 2 or "bias" in name), []).append(p)
     return [{"params": groups[k], "weight_decay": 0.0 if k[1] else config.weight_decay} for k in sorted(groups)]
 
 

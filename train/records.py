@@ -104,6 +104,7 @@ class Corpus:
     name: str
     splits: dict[str, datasets.Dataset]  # by SPLITS
     notes: tuple[str, ...] = ()  # what a person should know: records skipped, and where
+    classes: tuple[str, ...] = ()  # in the order of a dataset that numbers them itself
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     classes = sizes[task.label_names is not Task.label_names]  # a task with tags, too, names its classes
     inputs = {"input_ids": ids}
     needed = (2, classes) if task.labelled else (*ids.shape, classes)
-    if hasattr(model, "_from_config") or (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate):
+    is_plain = (task.loss_sum, task.collate) == (Task.loss_sum, Task.collate) and not hasattr(task, "longest_example")
+    if hasattr(model, "_from_config") or not is_plain:
         return None  # of transformers, or of a task that may need another shape
     with suppress(Exception), small_copy(model) as small:  # what cannot be copied a run finds out by itself
         try:
@@ -43,7 +44,9 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
             problem = None if fits else f"{found}, and {task.name} needs {needed}"
         except Exception as error:  # models fail in their own ways
             problem = f"{type(error).__name__}: {one_line(error, 200)}"
-        return problem and f"for {' and '.join(inputs)} {tuple(ids.shape)}, ids below {sizes[0]}, it gives {problem}"
+        needs = "forward takes these by name, and returns logits or a dict with them"
+        given = f"for {' and '.join(inputs)} {tuple(ids.shape)}, ids below {sizes[0]}"
+        return problem and f"{given}, it gives {problem}; {needs} (docs/forking.md)"
     return None
 
 

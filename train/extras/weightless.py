@@ -1,6 +1,7 @@
 """A copy of a model without its weights, on which extras try what it allows; compiled models; models' positions."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +43,8 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 def inputs_on_trial(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """``ids`` for the model; for an encoder-decoder's decoder, too, which may not make its own from them."""
-    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    both = takes_both or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedModel
 
@@ -154,7 +155,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def fake_weights(device: torch.device) -> Iterator[None]:
-    """Inside it, a function's network has fake weights only; from_pretrained reads real ones, in threads of its own."""
+    """Inside it, a function's network has fake weights; from_pretrained reads real ones, in threads of its own."""
     read = vars(PreTrainedModel)["from_pretrained"].__func__
 
     def on_cpu(*args: Any, **options: Any) -> Any:
@@ -162,7 +163,12 @@ def fake_weights(device: torch.device) -> Iterator[None]:
             return read(*args, **options)
 
     def faked(*args: Any) -> Any:
-        network, made = call_function(*args), dict[int, Tensor]()
+        made = dict[int, Tensor]()
+        try:
+            network = call_function(*args)
+        except Exception:  # it may move what it made, look at values or read a file, which takes real weights
+            with _disable_current_modes(), torch.device("cpu"):
+                network = call_function(*args)
         for module in network.modules() if isinstance(network, nn.Module) else ():
             for held in (cast("dict[str, Any]", module._parameters), module._buffers):
                 for name, tensor in held.items():

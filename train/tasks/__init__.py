@@ -67,6 +67,8 @@ def load_task(name: str) -> type[Task]:
     found: Any = load_function(name, "task") if ":" in name else importlib.import_module(f"train.tasks.{name}").Task
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UsageError(f"task: {name} is not a subclass of train.tasks.Task.")
+    if "length" not in found.example_columns:
+        raise UsageError(f"task: {name}: example_columns has to name the columns that cut gives, length among them.")
     return found
 
 
@@ -78,7 +80,7 @@ class Task:
     """
 
     name: ClassVar[str]  # by default that of its file; outside this folder the module is task_of_NAME_DIGEST
-    auto_class: ClassVar[str]  # of transformers: builds the model for this task
+    auto_class: ClassVar[str] = "AutoModel"  # of transformers: builds the model for this task; this one has no head
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     greater_is_better: ClassVar[bool | None] = None  # of the default metric; None: guessed by its name
     headline_metric: ClassVar[str] = "loss"  # what a person reads first
@@ -90,7 +92,7 @@ class Task:
     # Options that examples depend on; those cached under other values are not reused.
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length", "dataset_options")
     # Columns of an example; ``length``, the positions a model sees, is one of them.
-    example_columns: ClassVar[tuple[str, ...]]
+    example_columns: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", re.sub(r"^task_of_(.*)_\w{8}$", r"\1", cls.__module__.rpartition(".")[2]))
@@ -145,7 +147,8 @@ class Task:
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
-        rows, labels = zip(*(self.inputs_and_labels(example, seed) for example in examples), strict=True)
+        pairs = (self.inputs_and_labels(example, seed) for example in examples)
+        rows, labels = zip(*(map(torch.as_tensor, pair) for pair in pairs), strict=True)
         inputs = {"input_ids": pad(rows, 0 if rows[0].is_floating_point() else pad_id)}
         # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
         if not self.is_causal and len(set(map(len, rows))) > 1:
@@ -173,9 +176,9 @@ class Task:
         return [i for i in start if isinstance(i, int)][:1], [i for i in end if isinstance(i, int)][:1]
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
-        """``ids`` between the marks."""
+        """``ids`` between the marks, where a text has not written its own."""
         start, end = self.marks(tokenizer)
-        return [*start, *ids, *end]
+        return [*(start if ids[:1] != start else ()), *ids, *(end if ids[-1:] != end else ())]
 
     def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
         """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model continues."""

@@ -24,14 +24,16 @@ class Task(tasks.Task):
     example_columns = ("tokens", "length", "document_length", "label")
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
-        """The training split's labels: in the order of a classifier that has them, else by value or alphabet."""
-        labels, architecture = set(corpus.splits["train"]["label"]), self.config.architecture
-        names = tuple(sorted(map(str, labels), key=_place))
+        """In the order of a classifier that has them, in upper or lower case, or of the dataset; else by value."""
+        labels, architecture = set(map(str, corpus.splits["train"]["label"])), self.config.architecture
+        names = corpus.classes if labels.issubset(corpus.classes) else tuple(sorted(labels, key=_place))
         if architecture.model is None or architecture.is_function:
             return names
         # Its head was trained for these numbers; with other numbers its classes would be mixed up.
         known = tuple(name for _, name in sorted((tasks.stored_config(architecture).id2label or {}).items()))
-        return known if set(names) <= set(known) else names
+        own = {name.casefold(): name for name in names}
+        fits = len(own) == len(names) and own.keys() <= {name.casefold() for name in known}
+        return tuple(own.get(name.casefold(), name) for name in known) if fits else names
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """The document as one example, with the tokenizer's start and end marks."""

@@ -713,6 +713,8 @@ def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, t
     corpus = load(tmp_path / "in")
     assert corpus.splits["train"]["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
     assert [corpus.splits["validation"]["text"][:], corpus.splits["test"]["text"][:]] == [["dev"], ["test/c"]]
+    told = "'dev.jsonl' for validation, 'c.jsonl' for test; all others for training"
+    assert corpus.notes == (f"{tmp_path / 'in'}: by their names, {told}",)
 
 
 def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.host_memory import StreamTransfers
+from train.extras.weightless import inputs_on_trial, obstacle_on_trial
 from train.records import UserError, one_line
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
@@ -52,6 +53,9 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             raise ValueError("it is not of transformers, and has no nn.ModuleList of layers")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
+    if not hasattr(model, "gradient_checkpointing_enable") and not _calls(model):
+        why = "it calls parts of the layers in its nn.ModuleLists, not the layers. Give these a forward, or use none"
+        raise UserError(f"gradient_checkpointing: {mode} would do nothing for this model: {why}.")
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
         if not hasattr(model, "gradient_checkpointing_enable"):
@@ -62,6 +66,18 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             vars(module)["_gradient_checkpointing_func"] = offloaded(recompute)
             # Needed by reentrant checkpoints alone. With a frozen embedding autograd would keep its output, a leaf.
             getattr(model, "disable_input_require_grads", list)()
+
+
+def _calls(model: nn.Module) -> bool:
+    """Whether ``model`` calls any of its layers, as far as a forward of token ids tells."""
+    called = list[bool]()
+
+    def trial(twin: nn.Module) -> str | None:
+        for layer in layers_of(twin):
+            layer.register_forward_pre_hook(lambda *_: called.append(True))
+        twin(**inputs_on_trial(twin, torch.zeros(1, 4, dtype=torch.long)))
+
+    return obstacle_on_trial(model, trial) is not None or bool(called)
 
 
 class Recomputed(nn.Module):

@@ -62,8 +62,10 @@ def describe(data: PreparedData, config: Config) -> list[str]:
             how = f"truncation ({config.data.truncation}): " * ("truncation" in task.encode_settings)
             longer = f"{cut} of {len(before)} documents were cut, to {most} tokens or fewer"
             lines.append(f"{how}{longer}; {100 * (1 - after.sum() / before.sum()):.1f} % of all tokens are lost")
-    for name, documents in data.corpus.splits.items() if not config.get("packing") else ():
-        if (gone := len(documents) - len(data.examples[name])) > 0:
+    for name, documents in data.corpus.splits.items():
+        found = data.examples[name]
+        made = sum(map(len, column(found, "member_ids"))) if config.get("packing") else len(found)
+        if (gone := len(documents) - made) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")
     read, known = {*task.encode_settings, task.target_share}, fields()
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")

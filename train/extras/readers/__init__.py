@@ -49,6 +49,7 @@ class Source(Options):
     validation_fraction: float = 0.05
     labelled: bool = False
     notes: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
 
 
 def _is_function(config: Config) -> bool:

@@ -48,7 +48,8 @@ def load_corpus(data: Source) -> Corpus:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     splits["train"] = _limit(splits["train"], data.max_train_samples)
     splits["validation"] = _limit(splits["validation"], data.max_eval_samples)
-    return Corpus(data.dataset, {name: splits[name] for name in SPLITS if name in splits}, tuple(data.notes))
+    splits = {name: splits[name] for name in SPLITS if name in splits}
+    return Corpus(data.dataset, splits, tuple(data.notes), tuple(data.classes))
 
 
 def _load(data: Source) -> dict[str, Dataset]:
@@ -90,7 +91,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
     splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"].with_format(None), data)
-    return replace(corpus_of(splits, config), notes=tuple(data.notes))
+    return replace(corpus_of(splits, config), notes=tuple(data.notes), classes=tuple(data.classes))
 
 
 def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
@@ -142,7 +143,11 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if is_mixed else ""
         read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
         data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
-    return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
+    found = {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
+    if held := [(split, files) for split, files in found.items() if split and None in found]:
+        told = ", ".join(f"{Path(files[0]).name!r}{' ...' * (len(files) > 1)} for {split}" for split, files in held)
+        data.notes.append(f"{path}: by their names, {told}; all others for training")
+    return found
 
 
 def _split_of(names: Sequence[str], whole: bool = False) -> str | None:
