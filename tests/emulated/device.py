@@ -5,7 +5,7 @@ card: tensors of two devices do not mix, page-locked memory and the card's own c
 late is done as late as waits permit. So a missing wait shows as wrong numbers, or as a ``RaceError``.
 
 What it does not show: time, what CUDA's own kernels allocate beside their results, and their rounding. It stands on
-``train.memory.fake_cuda``, changes the whole process, and is installed once: ``install`` is a fault of a run in a
+``train.memory.make_believe``, changes the whole process, and is installed once: ``install`` is a fault of a run in a
 process of its own (``faults.processes``).
 """
 
@@ -64,11 +64,11 @@ def dump_snapshot(path: str) -> None:
 def install(settings: Settings) -> None:
     """From now on this process has the card."""
     from train import extras
-    from train.memory import fake_cuda
+    from train.memory import make_believe
     from train.memory.kernels import card_attention
     from train.memory.predict import Target
 
-    fake_cuda.install("cuda", settings.capability)
+    make_believe.install("cuda", settings.capability)
     card.settings = settings
     _install_cuda(settings)
     accelerator: Any = torch.accelerator

@@ -482,11 +482,11 @@ def test_a_process_that_has_died_is_reported_where_its_answer_is_wanted(
 
 def test_a_torch_of_another_layout_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "missing.py").write_text(
-        "from train.memory import fake_cuda\n"
+        "from train.memory import make_believe\n"
         "def missing(name): raise AttributeError('undefined symbol')\n"
-        "fake_cuda._library = missing\n"
-        'try: fake_cuda.install("cuda", (9, 0))\n'
-        "except fake_cuda.CannotStandInError as error: print(error)\n"
+        "make_believe._library = missing\n"
+        'try: make_believe.install("cuda", (9, 0))\n'
+        "except make_believe.CannotStandInError as error: print(error)\n"
     )
     done = script([tmp_path / "missing.py"], 1, {**os.environ})
     assert "cannot be made to plan for a device of type cuda" in done.stdout, done.stderr
@@ -500,12 +500,12 @@ def test_what_is_one_kernel_on_a_card_is_one_operator_without_it(kind: str, tmp_
         "import torch, torch.nn.functional as F\n"
         "from torch._subclasses.fake_tensor import FakeTensorMode\n"
         "from torch.utils._python_dispatch import TorchDispatchMode\n"
-        "from train.memory import fake_cuda\n"
+        "from train.memory import make_believe\n"
         "class Names(TorchDispatchMode):\n"
         "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
         "        print(func.overloadpacket.__name__)\n"
         "        return func(*args, **(kwargs or {}))\n"
-        f"fake_cuda.install({kind!r}, (9, 0))\n"
+        f"make_believe.install({kind!r}, (9, 0))\n"
         "with FakeTensorMode(), Names():\n"
         f"    hidden = torch.empty(4, 8, device={kind!r}, requires_grad=True)\n"
         "    F.rms_norm(F.mish(F.silu(hidden)), (8,)).backward(torch.empty_like(hidden))\n"
@@ -523,17 +523,17 @@ def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_car
     with_a_card = (
         "from torch._subclasses import fake_tensor\n"
         "own = fake_tensor.init_gpu_context, fake_tensor.FakeTensorMode.avoid_device_init\n"
-        "fake_cuda.install('cuda', (9, 0))\n"
+        "make_believe.install('cuda', (9, 0))\n"
         "assert torch.cuda.is_available() and torch.accelerator.current_accelerator().type == 'cuda'\n"
         "fake_tensor.init_gpu_context, fake_tensor.FakeTensorMode.avoid_device_init = own\n"
-        "held, fake_cuda._kept = fake_cuda._kept, []\n"
+        "held, make_believe._kept = make_believe._kept, []\n"
     )
     found = []
     for before in ("", with_a_card):
         (tmp_path / "mps.py").write_text(
             "import torch\n"
             "from test_memory_predict import Target, job\n"
-            "from train.memory import fake_cuda, trial\n"
+            "from train.memory import make_believe, trial\n"
             f"{before}print('peak', trial.predict(job(target=Target('mps'))).peak_bytes)\n"
         )
         done = script([tmp_path / "mps.py"], 1, {**os.environ})

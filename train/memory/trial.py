@@ -21,7 +21,7 @@ from train.config import Config, from_values
 from train.extras.hardware import init_gloo, resolve_precision
 from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
 from train.launch import Launch, accelerator_options, shard_by_layer
-from train.memory import fake_cuda, ranks, uses_expandable_segments
+from train.memory import make_believe, uses_expandable_segments
 from train.memory.allocator import least_reserved_bytes, replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, fake_weights, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
@@ -43,9 +43,9 @@ def predict(job: Job) -> Prediction:
     """
     config, notes = _known(job)
     if job.target.device_type != "cpu":
-        fake_cuda.install(job.target.device_type, job.target.capability)
+        make_believe.install(job.target.device_type, job.target.capability)
         if job.target.device_type == "cuda" and not torch.cuda.is_initialized():
-            ranks.still_streams()
+            make_believe.still_streams()
     run, rates = run_of(job, config), job.target.flops_per_second.items()
     own = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
     costs = Costs(own, job.target.bytes_per_second)
@@ -53,7 +53,7 @@ def predict(job: Job) -> Prediction:
         stack.enter_context(fake_tensors())
         tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
         if job.sharding in SHARDED_WEIGHTS:
-            stack.enter_context(ranks.shapes_uncounted(tracker))
+            stack.enter_context(make_believe.shapes_uncounted(tracker))
         stack.enter_context(few_pieces(tracker))
         stack.enter_context(library_losses(job.target.capability, costs))
         kernels_used = stack.enter_context(card_attention(job.target, job.values["attn_implementation"]))
@@ -165,11 +165,11 @@ def run_of(job: Job, config: Config) -> Run:
     """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    ranks.leave()  # those of the prediction before
+    make_believe.leave()  # those of the prediction before
     device = torch.device(job.target.device_type)
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
     if shards := job.sharding in SHARDED_WEIGHTS:
-        ranks.join(job.world_size, device.type, precision, offloads=job.sharding == OFFLOAD)
+        make_believe.join(job.world_size, device.type, precision, offloads=job.sharding == OFFLOAD)
     launch = Launch(job.world_size, engine="fsdp2", precision=precision) if shards else Launch(precision=precision)
     if device.type == "cpu":
         init_gloo(launch)

@@ -1,16 +1,23 @@
-"""Lets fake ``cuda`` tensors pass autograd and autocast on a machine that has no CUDA device.
+"""A card and other ranks that are not there: this process believes in them, so that a step for them can be predicted.
 
-Torch's C++ core asks two tables about CUDA before it lets a tensor of that device through: the registry of device
-guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++ functions, that
-report a card on which nothing ever runs. This changes the whole process, so it needs one of its own.
+Torch's C++ core asks two tables about CUDA before it lets a fake tensor of that device pass autograd and autocast: the
+registry of device guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++
+functions, that report a card on which nothing ever runs. :func:`join` makes a process group that exchanges nothing, so
+that torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. What is changed here stays:
+it needs a process of its own.
 """
 
+import contextlib
 import ctypes
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,6 +31,7 @@ _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual func
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 4, 6  # in the table of at::AcceleratorHooksInterface, its header included
 
 _kept: list[Any] = []  # memory that C++ points to from now on
+_environment = contextlib.ExitStack()  # undoes the changes of the environment
 
 
 def install(device_type: str, capability: tuple[int, int]) -> None:
@@ -114,3 +122,63 @@ def _check(device: str) -> None:
         gradient, found = weight.grad, (out.dtype, out.device.type, scaler.is_enabled())
     if gradient is None or gradient.dtype != torch.float32 or found != (torch.float16, device, True):
         raise RuntimeError(f"a trial step gave {found} and a gradient {gradient}")
+
+
+def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
+    """Makes this process rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would.
+
+    If it ``offloads``, its shards stay in host memory between their uses.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    settings = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": precision, "FSDP_VERSION": "2"}
+    settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    settings |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
+    settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    _environment.enter_context(patch.dict(os.environ, settings))
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real
+    _fully_shard._init_default_mesh = lambda: mesh
+
+
+def leave() -> None:
+    """Undoes :func:`join` for the next prediction."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _environment.close()
+
+
+@contextlib.contextmanager
+def shapes_uncounted(tracker: Any) -> Iterator[None]:
+    """Inside it, the whole tensors that DTensor makes only to learn a result's shape are not counted."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    find_shape = patch.object(tracker, "paused", True)(ShardingPropagator._propagate_tensor_meta_non_cached)
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_shape):
+        yield
+
+
+class _Stream(contextlib.AbstractContextManager[Any]):
+    """A stream or an event on which nothing is ever queued."""
+
+    device, device_index, device_type, stream_id = torch.device("cuda", 0), 0, 1, 0
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: {"record_event": self, "query": True}.get(name)
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+
+def still_streams() -> None:
+    """CUDA streams that do nothing, in this process, from now on."""
+    cuda: Any = torch.cuda
+    any_torch: Any = torch
+    cuda.Stream = cuda.Event = any_torch.Event = _Stream
+    cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = lambda *args: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.set_stream = cuda._lazy_init = any_torch.Tensor.record_stream = lambda *args: None
+    any_torch.Tensor.pin_memory = lambda tensor, *args: tensor  # host memory, which is not counted
