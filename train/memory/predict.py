@@ -181,7 +181,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape[:2], dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
     if job.values.get("packing"):
-        from train.extras.long_sequences.documents import Documents
+        from train.extras.long_sequences.attention import Documents
 
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
         documents = Documents.of(job.documents if fit else ((job.length,),) * size)

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from train.config import Config
 from train.extras.activations import Extra
 from train.extras.activations.recompute import compile_layers
-from train.extras.long_sequences.documents import Documents
+from train.extras.long_sequences.attention import Documents
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
 from train.model import ModelWithLoss

@@ -26,7 +26,7 @@ from transformers import (
 
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.long_sequences import attention
-from train.extras.long_sequences.documents import Documents
+from train.extras.long_sequences.attention import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.model import ModelWithLoss
 from train.records import MicroBatch, UserError

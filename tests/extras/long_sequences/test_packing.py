@@ -23,7 +23,7 @@ from train import extras
 from train.batching import Batches, Loading
 from train.config import Config
 from train.extras.long_sequences import attention, packing
-from train.extras.long_sequences.documents import Documents
+from train.extras.long_sequences.attention import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split
 from train.extras.longest import longest_of
 from train.launch import Launch

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,12 +19,47 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.extras.device import flash_lacks_backward, product_dtype
-from train.extras.long_sequences.documents import Documents
 from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
 from train.records import UsageError, one_line
 
 Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin and end in the rows of a packed batch: an input of the model next to ``input_ids`` (B, S).
+
+    Padding at a row's end counts as a document. The lengths are numbers, so that nobody waits for the device.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]  # tokens of each document, row by row; a row's add up to S
+    boundaries: Tensor  # (documents + 1,) int32: where each begins in all rows laid end to end, and B · S
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]]) -> "Documents":
+        flat = [0, *(length for row in lengths for length in row)]
+        return cls(tuple(map(tuple, lengths)), torch.tensor(flat).cumsum(0).to(torch.int32))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: slice) -> "Documents":
+        return Documents.of(self.lengths[rows])
+
+    @property
+    def longest(self) -> int:
+        return max(max(row) for row in self.lengths)
+
+    def position_ids(self) -> Tensor:
+        """(B, S) each token's place in its document, from 0."""
+        return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> "Documents":
+        return replace(self, boundaries=self.boundaries.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Documents":
+        return replace(self, boundaries=self.boundaries.pin_memory())
 
 
 def set_document_boundaries(model: Any) -> None:

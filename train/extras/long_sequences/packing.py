@@ -1,7 +1,7 @@
 """Several examples in one row: rows that are nearly full instead of batches that are partly padding.
 
 A packed row is one example to everything that batches, orders, counts and resumes. It keeps its members apart, and
-becomes one sequence only in a batch, which says where each begins (:class:`.documents.Documents`).
+becomes one sequence only in a batch, which says where each begins (:class:`.attention.Documents`).
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +16,7 @@ import torch
 
 from train.data import PreparedData
 from train.extras.cache import examples_digest, generated
-from train.extras.long_sequences.documents import Documents
+from train.extras.long_sequences.attention import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, Run, column
 from train.tasks import pad
