@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from train import extras
 from train.config import Config, option
 from train.extras.endurance.lock import lock, refuse_separate, relock
-from train.extras.endurance.signals import Signals, deliver
-from train.extras.endurance.streams import outlive_readers
+from train.extras.endurance.signals import Signals, deliver, outlive_readers
 from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UserError, exchange

@@ -1,8 +1,14 @@
-"""Signals that ask a run to stop, so that it ends with a checkpoint; processes that load batches leave them to it."""
+"""What ends a run from outside: signals, which ask for a checkpoint first, and readers of its output, which go alone.
 
+Processes that load batches leave signals to it. Its output outlives a pager, a pipe, a terminal that is closed.
+"""
+
+import errno
+import io
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -124,3 +130,30 @@ def _obey_parent(parent: int, worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
+
+
+class Lasting(io.FileIO):
+    """Discards what is written once its reader is gone, so that the run continues."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Puts such streams in place of this process's own; what notebooks and tests put there stays."""
+    for name in "stdout", "stderr":
+        stream: Any = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
+            stream.flush()
+            raw: Any = Lasting(stream.fileno(), "w", closefd=False)
+            buffer = io.BufferedWriter(raw) if hasattr(stream.buffer, "raw") else raw  # python -u has none
+            style: Any = {"line_buffering": True, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **style))

@@ -1,7 +1,5 @@
 """Models from scratch: transformers' configuration from the few fields that a recipe gives."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -10,21 +8,16 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.records import Run, UserError, one_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from train.tasks import Task
 
 MISFIT = "size of tensor|shapes cannot be multiplied|invalid for input of size|index k out of range"  # as torch says
 
 
 class Extra(extras.Extra):
-    def new_model_config(self, run: Run, task: type[Task], tokenizer: Any) -> Any:
+    def new_model_config(self, run: Run, task: Any, tokenizer: Any) -> Any:
         """The ``model_config`` of a recipe completed for tokenizer, length and task; UserError where it is wrong."""
         fields = dict(run.config.architecture.model_config or {})
         model_type = fields.pop("model_type")
@@ -48,7 +41,7 @@ class Extra(extras.Extra):
         return f"model_config: {own.name} fails in {path.name}:{frames[-1].lineno}: {one_line(error)}. {hint}"
 
 
-def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:
+def completed(model_type: str, fields: dict[str, Any], task: Any, tokenizer: Any, max_length: int) -> Any:
     """transformers' configuration with ``fields``, and those that follow from the other arguments."""
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
@@ -85,7 +78,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     return "".join(f" Did you mean {close}?" for close in get_close_matches(name, known, n=1))
 
 
-def read_fields(known: Any, task: type[Task]) -> set[str]:
+def read_fields(known: Any, task: Any) -> set[str]:
     """Names of fields that a configuration declares, or that the model's code reads without declaring them."""
     import transformers
 

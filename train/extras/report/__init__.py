@@ -1,7 +1,5 @@
 """What a run shows afterwards: report.html, the model card, a sample, trackers, and final/ on the Hub."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option, to_values
@@ -17,9 +15,6 @@ from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
 from train.records import Parts, Run, UsageError, UserError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -122,7 +117,7 @@ def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
     }
 
 
-def start_trackers(accelerator: Accelerator, config: Config) -> None:
+def start_trackers(accelerator: Any, config: Config) -> None:
     """Opens a run with each tool of ``report_to`` and hands it the configuration, without what may be a secret.
 
     Raises UserError for a tool that cannot start (wandb without a login, for example).
