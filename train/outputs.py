@@ -163,11 +163,6 @@ class Outputs:
         partial = self.folder / f"{checkpoint.PARTIAL}final"
         if self.is_main:
             checkpoint.make_empty(partial)
-        # As with Trainer, generation ends where this tokenizer does, too: a chat template may have a mark of its own.
-        own, end = getattr(state.model, "generation_config", None), tokenizer.eos_token_id
-        if own is not None and isinstance(end, int):
-            ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-            own.eos_token_id = own.eos_token_id if end in ends else [i for i in ends if i is not None] + [end]
         state.save_pretrained(partial, keep=self.is_main)
         if self.is_main:
             tokenizer.save_pretrained(partial)

@@ -44,9 +44,8 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
             problem = None if fits else f"{found}, and {task.name} needs {needed}"
         except Exception as error:  # models fail in their own ways
             problem = f"{type(error).__name__}: {one_line(error, 200)}"
-        needs = "forward takes these by name, and returns logits or a dict with them"
         given = f"for {' and '.join(inputs)} {tuple(ids.shape)}, ids below {sizes[0]}"
-        return problem and f"{given}, it gives {problem}; {needs} (docs/forking.md)"
+        return problem and f"{given} by name, it gives {problem}, not logits or a dict with them (docs/forking.md)"
     return None
 
 

@@ -80,7 +80,7 @@ class Task:
     """
 
     name: ClassVar[str]  # by default that of its file; outside this folder the module is task_of_NAME_DIGEST
-    auto_class: ClassVar[str] = "AutoModel"  # of transformers: builds the model for this task; this one has no head
+    auto_class: ClassVar[str] = "AutoModel"  # of transformers: builds the model for this task; this one lacks a head
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     greater_is_better: ClassVar[bool | None] = None  # of the default metric; None: guessed by its name
     headline_metric: ClassVar[str] = "loss"  # what a person reads first

@@ -34,15 +34,13 @@ def tile_mlps(model: nn.Module) -> str:
     """Makes MLPs and the norms next to them compute in tiles; a line about it. Names of weights and hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
-    alone. Of mixtures each expert already gets a part of the tokens. In a module of your own they are whatever treats
-    each token alone, by numbers. Raises UserError where there is nothing to tile.
+    alone, or what treats each token alone in a module of your own. Mixtures stay whole. UserError where there are none.
     """
     found, around = parts_to_tile(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
-        reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
-        if not isinstance(model, PreTrainedModel):
-            reason = "no module in the layers of its nn.ModuleLists makes (B, S, H) of (B, S, H), each token alone"
+        none = "none of its layers has a known mlp or, if it is your own, a module that treats each token alone"
+        reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else none
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
     for part in [*found, *around]:
         part.__class__ = _tiled(type(part))

@@ -17,14 +17,13 @@ from train.config import Config, option, to_values
 from train.extras.checks import settings
 from train.figures import read_metrics
 from train.launch import Launch
-from train.records import Corpus, Run, UserError, arithmetic_of, exchange
+from train.records import Corpus, Parts, Progress, Run, UserError, arithmetic_of, exchange
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.records import Parts, Progress
     from train.tasks import Task
 
 

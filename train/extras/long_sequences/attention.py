@@ -226,9 +226,7 @@ def check_documents(model: nn.Module) -> None:
     """Raises UsageError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        remedy = "Leave packing out, or take another model (llama, qwen3, gpt2, bert, modernbert ...)"
-        if not isinstance(model, PreTrainedModel):
-            remedy = "docs/extras/long_sequences.md says what a model of your own needs"
+        remedy = "Leave packing out, or take another model (llama, bert ..., your own: docs/extras/long_sequences.md)"
         raise UsageError(f"packing: {name} cannot keep documents apart that share a row: {obstacle}. {remedy}.")
 
 

@@ -1,19 +1,14 @@
 """Losses over a large vocabulary that never hold all logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import Run, UsageError, UserError
-
-if TYPE_CHECKING:
-    from train.model import ModelWithLoss
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Extra(extras.Extra):
         if own.loss == "liger" and (config.optimization.mixed_precision or launch.precision) == "fp16":
             raise UsageError("loss: liger gives wrong gradients with mixed_precision: fp16: give chunked, or use bf16.")
 
-    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
+    def change_loss(self, run: Run, model: Any) -> None:
         from train.extras.losses import chunked, in_head
 
         asked, terms, accelerator = run.config.of(Options).loss, chunked.objective_of(run.config), run.accelerator
@@ -48,7 +43,7 @@ class Extra(extras.Extra):
             in_head.use_loss_in_head(model, kind, terms)
         run.outputs.note("loss: that of another extra" if others else in_head.describe_loss(kind, terms, asked, place))
 
-    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
+    def memory_measure(self, run: Run, model: Any) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import chunked, in_head
 
         def chunk() -> bool:

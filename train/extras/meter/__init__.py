@@ -1,22 +1,15 @@
 """What was used: peak memory by phase and kind, leaks, model FLOPs utilization."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import option
 from train.records import MicroBatch, Parts, Run, exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.tasks import Task
 
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
 
@@ -35,7 +28,7 @@ class Extra(extras.Extra):
     _flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
     _work = (0.0, 0.0)  # FLOPs and tokens of this rank since the last line of the log
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run: Run, network: Any, task: Any) -> None:
         if not run.is_planned:
             from train.extras.device import device_name, precision_in_use
             from train.extras.meter.cards import peak_flops_per_second

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import Corpus, Run, UsageError
+from train.records import Corpus, Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -108,3 +108,10 @@ class Extra(extras.Extra):
 
         run.outputs.note(*warnings_of_unknown(data.examples, data.tokenizer))
         return data
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        """As with Trainer, what generates ends where the tokenizer of ``final/`` does, such as a chat template's."""
+        end = parts.data.task.stand_alone(parts.data.tokenizer).eos_token_id
+        if (own := getattr(parts.state.model, "generation_config", None)) is not None and isinstance(end, int):
+            known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+            own.eos_token_id = own.eos_token_id if end in known else [end, *(i for i in known if i is not None)]

@@ -48,8 +48,7 @@ def load_corpus(data: Source) -> Corpus:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     splits["train"] = _limit(splits["train"], data.max_train_samples)
     splits["validation"] = _limit(splits["validation"], data.max_eval_samples)
-    splits = {name: splits[name] for name in SPLITS if name in splits}
-    return Corpus(data.dataset, splits, tuple(data.notes), tuple(data.classes))
+    return Corpus(data.dataset, {n: splits[n] for n in SPLITS if n in splits}, tuple(data.notes), tuple(data.classes))
 
 
 def _load(data: Source) -> dict[str, Dataset]:
@@ -144,9 +143,8 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
         data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
     found = {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
-    if held := [(split, files) for split, files in found.items() if split and None in found]:
-        told = ", ".join(f"{Path(files[0]).name!r}{' ...' * (len(files) > 1)} for {split}" for split, files in held)
-        data.notes.append(f"{path}: by their names, {told}; all others for training")
+    held = [f"{Path(files[0]).name!r} for {split}" for split, files in found.items() if split and None in found]
+    data.notes.extend([f"{path}: by their names, {', '.join(held)}; all others for training"] * bool(held))
     return found
 
 

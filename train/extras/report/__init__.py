@@ -126,8 +126,7 @@ def start_trackers(accelerator: Any, config: Config) -> None:
     run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        accelerator.init_trackers(project, config=tracked(config), init_kwargs=options)
+        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", PROJECT), config=tracked(config), init_kwargs=options)
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
