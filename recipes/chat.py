@@ -6,10 +6,12 @@ as recipes/qwen3_0.6b_chat_t4.yaml does. The tokenizer needs a chat template, wh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from train.tasks import Tokenizer, causal_lm
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 ROLES = {"human": "user", "gpt": "assistant"}
+PLAIN = {"role", "content", "weight", "train"}  # keys of a message that call nothing
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -70,11 +73,24 @@ def _load(path: str, split: str) -> datasets.Dataset:
         give = "Give a .jsonl, .json or .parquet file, a folder of them, or a name on the Hub"
         raise UserError(f"dataset_options: {split} of {path!r} cannot be read ({why}). {give}.") from None
 
+    has_structs = "Json(" not in str(found.features)  # in which a row has every key of any row, most of them None
+
     def as_text(row: Any, number: int) -> dict[str, str]:
-        found = conversation_of(row, f"{path}, row {number}")
-        return {"text": json.dumps(found, ensure_ascii=False) if found["messages"] else ""}
+        conversation = conversation_of(given_only(row) if has_structs else row, f"{path}, row {number}")
+        return {"text": json.dumps(conversation, ensure_ascii=False) if conversation["messages"] else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
+
+
+def given_only(value: Any) -> Any:
+    """``value`` without what is None in it, at any depth; top-level columns stay."""
+
+    def kept(inner: Any) -> Any:
+        if isinstance(inner, Mapping):
+            return {name: kept(part) for name, part in inner.items() if part is not None}
+        return [kept(part) for part in inner] if isinstance(inner, list) else inner
+
+    return {name: kept(column) for name, column in value.items()}
 
 
 def cache_for(path: Path) -> str:
@@ -85,7 +101,7 @@ def cache_for(path: Path) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``messages`` and ``tools`` of one row; raises UserError where it has no messages, or unusual ones.
+    """``messages``, ``tools`` and ``chat_template_kwargs`` of one row; UserError for no messages, or unusual ones.
 
     Without a prompt or its completion there are no messages. Columns that only other rows of a file have are None.
     """
@@ -100,14 +116,17 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: no messages, conversations, or prompt and completion; the columns are {columns}.")
     messages = [_message(message, where) for message in found]
     if isinstance(row.get("system"), str) and row["system"].strip():
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+        if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
+            raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
+        is_there = bool(messages) and messages[0]["role"] == "system"
+        messages = messages if is_there else [{"role": "system", "content": row["system"]}, *messages]
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "null")
         except ValueError as error:
             raise UserError(f"{where}: its tools are not JSON ({error}).") from None
-    return {"messages": messages, "tools": tools}
+    return {"messages": messages, "tools": tools, "chat_template_kwargs": row.get("chat_template_kwargs")}
 
 
 def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -129,7 +148,8 @@ class Task(causal_lm.Task):
     """A document is a conversation as JSON; one that is longer than ``max_length`` loses its end.
 
     Targets are the assistant's messages, as the template writes them after the prompt for an answer: with the mark for
-    their end. A message with ``weight: 0`` is not a target, nor is one that says and calls nothing.
+    their end. A message with ``weight: 0`` or ``train: false`` is not a target, nor is one that says and calls nothing,
+    nor one that begins the conversation.
     """
 
     title = "chat"
@@ -146,7 +166,8 @@ class Task(causal_lm.Task):
         Qwen3's drops the thoughts of earlier answers, also empty ones: each answer has an example of its own.
         """
         found, written, spans = json.loads(text), "", list[tuple[int, int]]()
-        messages, others = found["messages"], {"tools": found.get("tools") or None}
+        messages = found["messages"]
+        others = {"tools": found.get("tools") or None, **(found.get("chat_template_kwargs") or {})}
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number == 0:  # templates begin with a question
                 continue
@@ -162,8 +183,8 @@ class Task(causal_lm.Task):
             if not after.startswith(written):
                 yield from self._example(written, spans, tokenizer)
                 spans = []
-            says = message["content"].strip() or any(message[k] for k in message.keys() - {"role", "content", "weight"})
-            spans += [(start, len(after))] if says and message.get("weight", 1) else []
+            says = message["content"].strip() or any(message[k] for k in message.keys() - PLAIN)
+            spans += [(start, len(after))] if says and message.get("weight", 1) and message.get("train", True) else []
             written = after
         yield from self._example(written, spans, tokenizer)
 
@@ -188,8 +209,18 @@ class Task(causal_lm.Task):
         return tokens, labels.masked_fill(~torch.tensor(example["is_target"][1:]), IGNORE)
 
     def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
-        """``tokenizer`` as it is: the template writes every mark."""
-        return tokenizer
+        """``tokenizer``, whose end token is the mark that the template writes after an answer.
+
+        A base model's is another one, such as ``<|endoftext|>``, which this training never shows: it would write on.
+        """
+        made, asked = copy.deepcopy(tokenizer), [{"role": "user", "content": "question"}]
+        with suppress(UserError):  # of a template that wants more
+            said = templated(made, [*asked, {"role": "assistant", "content": "answer"}], False)
+            after: Any = made(said.partition("answer")[2], add_special_tokens=False)
+            special = [i for i in after["input_ids"] if i in made.all_special_ids]
+            if special and made.eos_token_id not in special:
+                made.eos_token = made.convert_ids_to_tokens(special[0])
+        return made
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]], asks: bool, **others: Any) -> str:

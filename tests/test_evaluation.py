@@ -388,3 +388,19 @@ def test_counts_are_exact_where_a_task_gives_losses_in_half_precision() -> None:
     engine = SimpleNamespace(share=nullcontext)
     parts: Any = SimpleNamespace(engine=engine, model=lambda inputs, labels, scored: scores)
     assert score(run, parts, batch) == [(7, 1.0, length, length, 4097, 4097)]
+
+
+def test_an_extra_that_adds_metrics_finds_the_model_without_dropout() -> None:
+    """Such as one that generates."""
+    config, seen = configured("causal_lm"), list[bool]()
+    prepared = prepared_data(config, TEXTS)
+    run, parts = run_and_parts(config, prepared, network(config, prepared).train())
+
+    class Generating(Extra):
+        def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
+            seen.append(parts.model.training)
+            return {"rouge": 0.5}
+
+    run.extras = Extras({"generating": Generating()})
+    assert evaluate(run, parts, "validation", 1).metrics["rouge"] == 0.5
+    assert seen == [False] and parts.model.training

@@ -156,3 +156,13 @@ def test_the_floor_is_a_share_of_the_peak(scheduler: Any) -> None:
 
 def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
     assert rates(total=4, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_tables_that_are_biases_are_not_decayed_as_with_trainer() -> None:
+    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    optimizer = build_optimizer(model, Optimization(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    biases = {n: p for n, p in model.named_parameters() if "relative_attention_bias" in n}
+    assert biases and all(p.ndim == 2 and decay[id(p)] == 0.0 for p in biases.values())
+    assert decay[id(model.shared.weight)] == 0.1

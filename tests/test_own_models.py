@@ -408,3 +408,21 @@ def test_a_module_that_switches_its_checkpoints_itself_is_left_to_it() -> None:
     assert model.asked == {"use_reentrant": False}
     assert model(torch.arange(8)[None]).shape == (1, 8, 20)
     assert not any(isinstance(module, Recomputed) for module in model.modules())
+
+
+class OfParts(OfLayers):
+    """Calls the parts of its layers, as some write it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for stage in self.stages:
+            for layer in stage:  # pyright: ignore
+                hidden = hidden + layer.project(hidden)[..., :16]
+        return self.head(hidden)
+
+
+def test_layers_that_are_never_called_would_recompute_nothing_which_is_refused() -> None:
+    for mode in ("full", "selective"):
+        with pytest.raises(UserError, match=f"gradient_checkpointing: {mode} would do nothing .* calls parts of the"):
+            enable_checkpointing(OfParts(), mode)
+    enable_checkpointing(OfParts(), "none")

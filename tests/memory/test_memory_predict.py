@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from faults.processes import script
@@ -666,3 +667,31 @@ def test_buffers_and_second_references_of_a_functions_model_are_planned_for_a_ca
         found = predictor.predict(Job(values, Target("cuda", (8, 9)), 300, 2, 64))
     weight = -(-300 * 16 * 4 // 512) * 512  # as the allocator rounds
     assert found.bytes_by_kind[PARAMETERS] == 2 * weight + 3 * 512
+
+
+@pytest.mark.parametrize("change", ['.to("cpu")', ".bfloat16()", ".tried()", ".read()"])
+def test_builders_that_need_real_weights_are_planned(change: str, tmp_path: Path) -> None:
+    """They move what they made, look at values, or load a file."""
+    methods = """
+    def tried(self):
+        float(self.head.weight.detach().numpy().std())  # of weights that nobody has drawn
+        return self
+
+    def read(self):
+        safetensors.torch.load_model(self, FILE)
+        return self
+
+
+def build():
+    return Own()"""
+    file = tmp_path / "model.safetensors"
+    own = OWN.replace("self.shared[0]", "self.embed.weight").replace("self.shared = [self.embed.weight]", "pass")
+    (tmp_path / "own.py").write_text(f"import safetensors.torch\nFILE = {str(file)!r}\n{own}{methods}{change}\n")
+    names: dict[str, Any] = {}
+    exec(own, names)
+    safetensors.torch.save_model(names["Own"](), str(file))
+    values = {**to_values(Config()), "tokenizer": "bytes", "max_length": 64, "model": f"{tmp_path / 'own.py'}:build"}
+    with Predictor() as predictor:
+        found = predictor.predict(Job(values, Target("cuda", (8, 9)), 300, 2, 64))
+    size = 2 if change == ".bfloat16()" else 4
+    assert found.bytes_by_kind[PARAMETERS] == pytest.approx(2 * 300 * 16 * size, rel=0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
 import pytest
 from support import ROOT
 from tokenizers import Tokenizer, decoders, models
@@ -124,7 +125,8 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
     tools = [{"type": "function", "function": {"name": "f"}}]
     rows = {"messages": [QUESTION], "tools": json.dumps(tools)}, {"messages": [], "tools": ""}
     found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
-    assert json.loads(found[0]) == {"messages": [QUESTION], "tools": tools} and found[1] == ""
+    expected = {"messages": [QUESTION], "tools": tools, "chat_template_kwargs": None}
+    assert json.loads(found[0]) == expected and found[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,19 @@ FORGETS = (
 THINKS = CHATML.replace("{{ m.content }}", "{{ '<>' if loop.last and m.role == 'assistant' }}{{ m.content }}")
 
 
-def examples(recipe: ModuleType, conversation: list[Any], template: str = CHATML, **more: Any) -> list[Any]:
-    """The examples of a conversation as text, targets in brackets, with their lengths."""
+def tokenizer_with(template: str, end: str = "<|endoftext|>") -> Any:
     letters = {letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}
     bytes_ = Tokenizer(models.BPE({**letters, "th": 256}, [("t", "h")]))
     bytes_.pre_tokenizer, bytes_.decoder = ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    marks: Any = list(MARKS)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", additional_special_tokens=marks)
+    marks: Any = [*MARKS, "<|end|>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=end, additional_special_tokens=marks)
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def examples(recipe: ModuleType, conversation: list[Any], template: str = CHATML, **more: Any) -> list[Any]:
+    """The examples of a conversation as text, targets in brackets, with their lengths."""
+    tokenizer = tokenizer_with(template, "<|end|>")
     text, task = json.dumps({"messages": conversation, **more}), recipe.Task(Config().changed(max_length=30))
     found = []
     for example in task.cut(text, [], None, tokenizer):
@@ -291,3 +298,47 @@ def test_summaries_have_columns_of_any_name(load_recipe: Callable[[str], ModuleT
     with pytest.raises(UsageError, match="model_config: summaries need its decoder_start_token_id"):
         recipe.Task(Config().changed(model_config={"model_type": "t5"}))
     assert recipe.Task(Config().changed(model_config={"model_type": "t5", "decoder_start_token_id": 0})).data.max_length
+
+
+def test_messages_that_are_not_to_be_trained_on_and_words_for_the_template(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    recipe, ask, say = load_recipe("chat"), partial(message, "user"), partial(message, "assistant")
+    shown = examples(recipe, [ask("a"), say("1", train=False), ask("b"), say("2", train=True)])[0][0]
+    assert shown == "<|user|>a<|end|><|assistant|>1<|end|><|user|>b<|end|><|assistant|>[2<|end|>]"
+    rows = [{"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}]
+    [text] = documents(recipe, path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
+    assert json.loads(text)["chat_template_kwargs"] == {"enable_thinking": False}
+    says = "{% if loud %}!{% endif %}" + CHATML
+    tokenizer = tokenizer_with(says)
+    task = recipe.Task(Config().changed(max_length=40, dataset_options={"path": "chats.jsonl"}))
+    found = {"messages": [ask("a"), say("1")], "chat_template_kwargs": {"loud": True}}
+    [example] = task.cut(json.dumps(found), [], None, tokenizer)
+    assert tokenizer.decode(example["tokens"]).startswith("!")
+
+
+def test_a_system_text_next_to_a_system_message(load_recipe: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    recipe, system = load_recipe("chat"), {"role": "system", "content": "Be brief."}
+    row = {"messages": [system, QUESTION, ANSWER], "system": "Be brief. "}
+    [text] = documents(recipe, path=str(written(tmp_path / "chats.jsonl", row)))["train"]["text"]
+    assert json.loads(text)["messages"] == [system, QUESTION, ANSWER]
+    with pytest.raises(UserError, match=r"row 0: a system text and a system message that differ"):
+        documents(recipe, path=str(written(tmp_path / "others.jsonl", {**row, "system": "Be long."})))
+
+
+def test_what_parquet_fills_up_with_nothing_is_not_there(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """Its rows have every key of any row: arguments of other tools would be trained on as null."""
+    calls = [{"city": "Paris"}, {"zone": "CET"}]
+    rows = [{"messages": [QUESTION, {**ANSWER, "tool_calls": [{"arguments": call}]}]} for call in calls]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "chats.parquet"))
+    found = documents(load_recipe("chat"), path=str(tmp_path / "chats.parquet"))["train"]["text"]
+    assert [json.loads(text)["messages"][1]["tool_calls"] for text in found] == [[{"arguments": c}] for c in calls]
+
+
+def test_final_ends_where_an_answer_ends(load_recipe: Callable[[str], ModuleType]) -> None:
+    recipe, tokenizer = load_recipe("chat"), tokenizer_with(CHATML)
+    task = recipe.Task(Config().changed(max_length=40, dataset_options={"path": "chats.jsonl"}))
+    assert (tokenizer.eos_token, task.stand_alone(tokenizer).eos_token) == ("<|endoftext|>", "<|end|>")
+    assert task.stand_alone(tokenizer_with("{{ raise_exception('no') }}")).eos_token == "<|endoftext|>"

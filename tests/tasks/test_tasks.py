@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,54 @@ def test_a_task_may_be_a_file_outside_the_template(tmp_path: Path) -> None:
         load_task(f"{spec}:one")
     with pytest.raises(UserError, match=r"task '.*:number': there is no such module or function"):
         load_task(f"{spec}:number")
+
+
+def test_a_dataset_that_numbers_its_classes_keeps_their_order() -> None:
+    """So that a metric of class 1 is of its class 1, and its labels are what the model gives."""
+    corpus = corpus_of([("a", "not_equivalent")], [("b", "equivalent")])
+    task = made("sequence_classification")
+    assert task.label_names(corpus) == ("not_equivalent",)
+    named = replace(corpus, classes=("not_equivalent", "equivalent"))
+    assert task.label_names(named) == ("not_equivalent", "equivalent")
+    assert task.label_names(replace(corpus, classes=("others",))) == ("not_equivalent",)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["neutral", "Entailment"], ("CONTRADICTION", "neutral", "Entailment")),
+        (["neutral", "NEUTRAL"], ("NEUTRAL", "neutral")),  # they differ only so: two classes
+        (["neutral", "other"], ("neutral", "other")),
+    ],
+)
+def test_a_trained_head_keeps_its_order_whatever_the_case_of_the_data(
+    labels: list[str], expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = {0: "CONTRADICTION", 1: "NEUTRAL", 2: "ENTAILMENT"}
+    transformers.BertConfig(id2label=names).save_pretrained(tmp_path)
+    task = made("sequence_classification", model=str(tmp_path))
+    found = task.label_names(corpus_of([(label, label) for label in labels], []))
+    assert found == expected
+    assert task.classes_of(["neutral"], found) == [expected.index("neutral")]
+
+
+def test_marks_that_a_text_brings_are_not_written_twice() -> None:
+    task, end = made("causal_lm"), int(BYTES.eos_token_id)  # pyright: ignore
+    (start,), (last,) = task.marks(BYTES)
+    assert (start, last) == (end, end)
+    assert task.framed([5, 6], BYTES) == [end, 5, 6, end] == task.framed([end, 5, 6, end], BYTES)
+    assert task.framed([5, end, 6], BYTES) == [end, 5, end, 6, end] and task.framed([], BYTES) == [end, end]
+
+
+def test_a_task_without_the_columns_of_its_examples_is_refused_and_arrays_are_tensors_to_it(tmp_path: Path) -> None:
+    code = "import numpy as np\nfrom train import tasks\n\nclass Bare(tasks.Task):\n    pass\n\n"
+    code += "class Lists(tasks.Task):\n    example_columns = ('tokens', 'length')\n"
+    code += "    def inputs_and_labels(self, example, seed):\n"
+    code += "        return np.array(example['tokens']), np.array(example['tokens'])\n"
+    (tmp_path / "bare.py").write_text(code)
+    with pytest.raises(UsageError, match=r"task: .*bare.py:Bare: example_columns has to name .* length among them"):
+        load_task(f"{tmp_path}/bare.py:Bare")
+    task = load_task(f"{tmp_path}/bare.py:Lists")(Config())
+    assert task.auto_class == "AutoModel"
+    batch = task.collate([{"tokens": [1, 2], "id": 0}, {"tokens": [3], "id": 1}], (0,), pad_id=9)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2], [3, 9]] and batch.labels.tolist() == [[1, 2], [3, -100]]

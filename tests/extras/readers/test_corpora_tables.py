@@ -122,6 +122,7 @@ def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
         "no",
         "yes",
     }
+    assert corpus.classes == ("no", "yes")
 
 
 def test_numbers_of_one_split_are_the_classes_of_another(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
         ["spam", "ham"],
     )
     assert found.splits["train"]["text"][:] == ["a", "b"] and found.notes == ()
+    assert found.classes == ("ham", "spam")
 
 
 def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:
