@@ -199,7 +199,7 @@ def test_an_end_mark_in_a_text_is_text_to_a_classifier_that_looks_for_the_last(t
         splits = (data.examples["train"], data.examples["validation"])
         rows = {tuple(row) for split in splits for row in split["tokens"]}
         end = data.tokenizer.eos_token_id
-        assert {row.count(end) for row in rows} == ({2} if is_text else {2, 3, 4})
+        assert {row.count(end) for row in rows} == ({2} if is_text else {2, 3})  # written once
         assert len(rows) == 4
         # As final/ has it, alone: the figures of the run are those of a pipeline.
         data.task.stand_alone(data.tokenizer).save_pretrained(tmp_path / model_type)

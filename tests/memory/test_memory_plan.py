@@ -462,6 +462,8 @@ from train.tasks import causal_lm
 
 
 class Shares(tasks.Task):
+    example_columns = ("tokens", "share", "length")
+
     def cut(self, text, ids, label, tokenizer):
         yield {"tokens": self.framed(ids[: self.room(tokenizer)], tokenizer), "share": 0.5}
 

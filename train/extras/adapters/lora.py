@@ -117,9 +117,10 @@ def _check_layers(model: nn.Module) -> None:
         if other or not (isinstance(base, nn.Embedding) or _is_linear(base)):
             reason = f"one of them shares {other}" if other else f"one of them is a {type(base).__name__}"
             why = f"what adapters of these layers learn cannot be added to weights ({reason})"
-            remedy = "name linear layers and embeddings that share no weight with others, or give all-linear; a model "
-            remedy += "of your own returns the layer that makes its logits in get_output_embeddings()"
-            raise UserError(f"lora_target_modules: {why}: {remedy}.")
+            remedy = "name linear layers and embeddings that share no weight with others, or give all-linear"
+            raise UserError(
+                f"lora_target_modules: {why}: {remedy}. get_output_embeddings() tells which one is the head."
+            )
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Extra(extras.Extra):
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
-            if self._watch:
+            if self._watch and self._is_trained:
                 self._watch.wait_for_first()
 
     def outputs(self, config: Config, accelerator: Accelerator) -> Outputs:

@@ -166,7 +166,7 @@ class RankWatch:
     def wait_for_first(self) -> None:
         """Ends no rank before rank 0, which may still write: launchers do not wait long for those of other hosts."""
         with suppress(RuntimeError):  # it has failed, or is out of reach
-            self._until(lambda store: store.check(DONE) if self._rank else store.set(DONE, "1"))
+            self._until(lambda store: store.check(DONE) if self._rank else store.set(DONE, "1"), STORE_SECONDS)
 
     def gather(self, name: str, text: str) -> list[str]:
         """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
@@ -240,8 +240,7 @@ class RankWatch:
                 last, since = beat, time.monotonic()
             have_met = have_met or torch.distributed.is_initialized()
             # gloo notices a rank that has failed. NCCL may not: its ranks would wait until their collective times out.
-            has_left = store.check(FAILED if have_met else LEFT)
-            is_lost = has_left or time.monotonic() - since > self._timeout_seconds
+            is_lost = time.monotonic() - since > self._timeout_seconds or store.check(FAILED if have_met else LEFT)
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 return
 

@@ -90,7 +90,8 @@ class Extra(extras.Extra):
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         from train.extras.long_sequences import attention
 
-        if run.config.of(Options).packing and not run.is_planned and run.config.get("check_model") is not False:
+        is_tried = hasattr(network, "_from_config") or run.config.get("check_model") is not False
+        if run.config.of(Options).packing and not run.is_planned and is_tried:
             attention.check_documents(network)
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:

@@ -16,8 +16,7 @@ class Options:
     """The loss over a large vocabulary."""
 
     loss: Literal["auto", "full", "chunked", "cce", "liger"] = option(
-        "auto",
-        "full holds all logits, the others never: chunked (anywhere), cce, liger; auto: the best from 4,096 classes.",
+        "auto", "full holds all logits; chunked, cce and liger never do; auto: the best of them from 4,096 classes on."
     )
     label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
     z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
