@@ -7,7 +7,7 @@ sweep            how sequence length and micro-batch size trade against memory a
 cards            what fits on the cards that people own, predicted: length and micro-batch, with each technique
 ablation         what each technique brings, alone and together, over several seeds
 learning_rate    a range test: which rate to start from
-batch_size       which global batch: loss, steps and memory for as many examples
+batch_size       which global batch: loss, steps and memory for the same number of examples
 context          whether the long context is used: loss by position, and recall from far back
 gradient_health  what ails the gradients, layer by layer; whether fp16 would hold them; where to clip
 

@@ -1,6 +1,7 @@
-"""Which global batch? The same number of tokens in batches of several sizes, the learning rate left, √ and linear.
+"""Which global batch? The same number of examples in batches of several sizes, the learning rate left, √ and linear.
 
-    python scripts/study.py batch_size --config recipes/quickstart.yaml --output_dir runs/batches --sizes 1 2 4 8 16
+    python scripts/study.py batch_size --config recipes/quickstart.yaml --output_dir runs/batches --sizes 1 2 4 8 16 \\
+        --max_steps 224
 
 The recipe's own global batch and learning rate are the reference. A batch twice as large makes half the steps; warm-up
 keeps its share of them. --micro_batch_sizes shows the largest batch as different micro-batch × accumulation: one curve,
