@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What is let through."""
+    """Which checks are made."""
 
     check_model: bool = option(True, "Try a small copy of the model; refuse one that cannot learn the task.")
     allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
