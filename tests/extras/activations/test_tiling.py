@@ -297,6 +297,17 @@ class Routed(nn.Module):
         return (self.up(hidden).unflatten(-1, (2, 8)) * self.scores[0].unsqueeze(-1)).sum(-2)
 
 
+class Normed(nn.Module):
+    """A batch norm: the same for each token in evaluation, but not in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(hidden).transpose(1, 2)).transpose(1, 2))
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -325,11 +336,11 @@ def test_what_treats_tokens_alone_in_a_module_of_ones_own_is_found_by_trying_it(
 ) -> None:
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 33)
     torch.manual_seed(0)
-    model = Own(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), Routed(), Gated()).double()
+    model = Own(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), Routed(), Gated(), Normed()).double()
     model.layers[2].mlp.drop.p = 0.0  # pyright: ignore
     expected = step(copy.deepcopy(model))
     state, drawn = {n: p.detach().clone() for n, p in model.named_parameters()}, torch.get_rng_state()
-    assert tile_mlps(model) == "tiled_mlp: 2 MLPs and 4 norms compute in tiles"
+    assert tile_mlps(model) == "tiled_mlp: 2 MLPs and 5 norms compute in tiles"
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
     assert [n for n, m in model.named_modules() if isinstance(m, Tiled) and len(list(m.children()))] == [

@@ -77,9 +77,8 @@ def _gives_hidden_states_alone(mlp: nn.Module, model: Any) -> bool:
 
 def _own_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """In a module of your own: what of the layers in its lists, and of norms next to such lists, can be tiled."""
-    layers = layers_of(model)
     around = [m for m in model.modules() if any(isinstance(child, nn.ModuleList) for child in m.children())]
-    parts = dict.fromkeys(part for module in (*layers, *around) for part in module.children())
+    parts = dict.fromkeys(part for module in (*layers_of(model), *around) for part in module.children())
     kinds = {str(part): part for part in parts if not isinstance(part, nn.Linear)}  # a single product keeps little
     alone = {kind for kind, part in kinds.items() if _treats_tokens_alone(part)}
     found = [part for part in parts if str(part) in alone]
@@ -92,8 +91,9 @@ def _treats_tokens_alone(part: nn.Module) -> bool:
     for width in {p.shape[-1] for p in part.parameters() if p.ndim}:
         with suppress(Exception), on_trial():  # modules fail in their own ways
             twin, hidden = boosted(without_weights(part, real=torch.float32)), torch.randn(1, 6, width)
-            with torch.enable_grad():
-                whole = twin(hidden)
+            for module in twin.modules():  # as in training, where a batch norm mixes tokens, but without chance
+                module.train(not isinstance(module, nn.Dropout))
+            whole = torch.enable_grad()(twin.forward)(hidden)
             copy.deepcopy(twin)  # fails where it remembers a tensor for the loss, such as a router's scores
             pieces = torch.cat([twin(hidden[:, :2]), twin(hidden[:, 2:])], dim=1)
             return whole.shape == hidden.shape and not differ(pieces, whole)
