@@ -120,13 +120,16 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
         is_there = bool(messages) and messages[0]["role"] == "system"
         messages = messages if is_there else [{"role": "system", "content": row["system"]}, *messages]
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except ValueError as error:
-            raise UserError(f"{where}: its tools are not JSON ({error}).") from None
-    return {"messages": messages, "tools": tools, "chat_template_kwargs": row.get("chat_template_kwargs")}
+    others = {name: row.get(name) for name in ("tools", "chat_template_kwargs")}
+    for name, text in others.items():
+        if isinstance(text, str):
+            try:
+                others[name] = json.loads(text or "null")
+            except ValueError as error:
+                raise UserError(f"{where}: its {name} are not JSON ({error}).") from None
+    if not isinstance(others["chat_template_kwargs"] or {}, Mapping):
+        raise UserError(f"{where}: its chat_template_kwargs are not names with values.")
+    return {"messages": messages, **others}
 
 
 def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -216,7 +219,7 @@ class Task(causal_lm.Task):
         made, asked = copy.deepcopy(tokenizer), [{"role": "user", "content": "question"}]
         with suppress(UserError):  # of a template that wants more
             said = templated(made, [*asked, {"role": "assistant", "content": "answer"}], False)
-            after: Any = made(said.partition("answer")[2], add_special_tokens=False)
+            after: Any = made(said.rpartition("answer")[2], add_special_tokens=False)
             special = [i for i in after["input_ids"] if i in made.all_special_ids]
             if special and made.eos_token_id not in special:
                 made.eos_token = made.convert_ids_to_tokens(special[0])

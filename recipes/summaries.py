@@ -126,7 +126,7 @@ class Task(tasks.Task):
         written = self.framed(summary[: most - marks], tokenizer)
         read = self.framed(document[: self.room(tokenizer) - len(written)], tokenizer)
         arrays = {"tokens": np.array(read, dtype=np.int32), "summary": np.array(written, dtype=np.int32)}
-        whole = len(document) + len(summary) + 2 * marks
+        whole = len(self.framed(document, tokenizer)) + len(self.framed(summary, tokenizer))
         yield {**arrays, "length": len(read) + len(written), "document_length": whole}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:

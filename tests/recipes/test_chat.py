@@ -309,6 +309,13 @@ def test_messages_that_are_not_to_be_trained_on_and_words_for_the_template(
     rows = [{"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}]
     [text] = documents(recipe, path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
     assert json.loads(text)["chat_template_kwargs"] == {"enable_thinking": False}
+    rows = [{"messages": [QUESTION, ANSWER], "chat_template_kwargs": '{"enable_thinking": true}'}]
+    [text] = documents(recipe, path=str(written(tmp_path / "texts.jsonl", *rows)))["train"]["text"]
+    assert json.loads(text)["chat_template_kwargs"] == {"enable_thinking": True}
+    for bad, said in (("[1]", "are not names with values"), ("{", "are not JSON")):
+        file = written(tmp_path / f"{len(bad)}.jsonl", {"messages": [QUESTION, ANSWER], "chat_template_kwargs": bad})
+        with pytest.raises(UserError, match=f"row 0: its chat_template_kwargs {said}"):
+            documents(recipe, path=str(file))
     says = "{% if loud %}!{% endif %}" + CHATML
     tokenizer = tokenizer_with(says)
     task = recipe.Task(Config().changed(max_length=40, dataset_options={"path": "chats.jsonl"}))
@@ -341,4 +348,6 @@ def test_final_ends_where_an_answer_ends(load_recipe: Callable[[str], ModuleType
     recipe, tokenizer = load_recipe("chat"), tokenizer_with(CHATML)
     task = recipe.Task(Config().changed(max_length=40, dataset_options={"path": "chats.jsonl"}))
     assert (tokenizer.eos_token, task.stand_alone(tokenizer).eos_token) == ("<|endoftext|>", "<|end|>")
+    politely = "{% if messages %}answer politely<|system|>{% endif %}" + CHATML
+    assert task.stand_alone(tokenizer_with(politely)).eos_token == "<|end|>"
     assert task.stand_alone(tokenizer_with("{{ raise_exception('no') }}")).eos_token == "<|endoftext|>"

@@ -167,7 +167,7 @@ def fake_weights(device: torch.device) -> Iterator[None]:
         try:
             network = call_function(*args)
         except Exception:  # it may move what it made, look at values or read a file, which takes real weights
-            with _disable_current_modes(), torch.device("cpu"):
+            with _disable_current_modes(), torch.device("cpu"), patch.object(torch.cuda, "is_available", lambda: False):
                 network = call_function(*args)
         for module in network.modules() if isinstance(network, nn.Module) else ():
             for held in (cast("dict[str, Any]", module._parameters), module._buffers):

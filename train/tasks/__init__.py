@@ -147,8 +147,7 @@ class Task:
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
-        pairs = (self.inputs_and_labels(example, seed) for example in examples)
-        rows, labels = zip(*(map(torch.as_tensor, pair) for pair in pairs), strict=True)
+        rows, labels = zip(*(self.inputs_and_labels(example, seed) for example in examples), strict=True)
         inputs = {"input_ids": pad(rows, 0 if rows[0].is_floating_point() else pad_id)}
         # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
         if not self.is_causal and len(set(map(len, rows))) > 1:

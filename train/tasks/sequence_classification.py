@@ -31,8 +31,8 @@ class Task(tasks.Task):
             return names
         # Its head was trained for these numbers; with other numbers its classes would be mixed up.
         known = tuple(name for _, name in sorted((tasks.stored_config(architecture).id2label or {}).items()))
-        own = {name.casefold(): name for name in names}
-        fits = len(own) == len(names) and own.keys() <= {name.casefold() for name in known}
+        own = {label.casefold(): label for label in labels}
+        fits = len(own) == len(labels) and own.keys() <= {name.casefold() for name in known}
         return tuple(own.get(name.casefold(), name) for name in known) if fits else names
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:

@@ -308,6 +308,22 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(hidden).transpose(1, 2)).transpose(1, 2))
 
 
+class Placed(nn.Module):
+    """Adds a table of positions, and perhaps the token before: neither is seen in its printed form."""
+
+    def __init__(self, shifts: bool, places: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.shifts = nn.Linear(8, 16), nn.Linear(16, 8), shifts
+        self.register_buffer("table", torch.arange(128.0)[:, None] if places else torch.zeros(128, 1))
+        self.places = places
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.down(self.up(hidden).relu())
+        if self.places:
+            out = out + self.table[: hidden.shape[1]]  # pyright: ignore
+        return out + hidden.roll(1, 1) if self.shifts else out
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -388,5 +404,24 @@ def test_a_module_of_ones_own_without_such_parts_says_what_it_needs() -> None:
     for layer in model.layers:
         layer.norm = nn.Identity()
     model.norm = nn.Identity()  # pyright: ignore
-    with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile .* your own, a module that treats each token"):
+    with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile .* none of its layers has a known mlp"):
         tile_mlps(model)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_modules_that_print_alike_are_tried_each(order: tuple[int, ...]) -> None:
+    kinds = (Placed(False, False), Placed(True, False), Placed(False, True))
+    model = Own(*(kinds[number] for number in order))
+    tile_mlps(model)
+    tiled = [isinstance(layer.mlp, Tiled) for layer in model.layers]
+    assert [tiled[order.index(number)] for number in range(3)] == [True, False, False]
+
+
+def test_a_tiled_module_may_be_called_by_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)
+    hidden, mlp = torch.randn(1, 100, 8), Gated().eval()
+    tiled = copy.deepcopy(mlp)
+    tiled.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    for found in (tiled(hidden=hidden), tiled(hidden, None), tiled(hidden, scale=None)):
+        assert found.grad_fn is not None and "Tiles" in type(found.grad_fn).__name__
+        torch.testing.assert_close(found, mlp(hidden))

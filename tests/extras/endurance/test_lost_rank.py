@@ -287,13 +287,16 @@ def test_rank_that_ends_before_all_have_met_ends_those_who_wait_for_it(
 def test_rank_that_fails_ends_those_whose_collectives_do_not_notice(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """As on two hosts under NCCL. One that ends without an error ends nobody."""
+    """As on two hosts under NCCL, after a time for ranks that all fail. One that ends without an error ends nobody."""
+    monkeypatch.setattr(lost_rank, "SECONDS_TO_FAIL", 1.5)
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     with watch(0, 2):
         with contextlib.suppress(ZeroDivisionError), watch(1, 2) as second:
             second._connected.wait(20)
             _ = 1 / (not fails)
+        time.sleep(1)
+        assert not (statuses or told)
         deadline = time.monotonic() + (20 if fails else 2)
         while not statuses and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -324,6 +327,12 @@ def test_what_was_gathered_is_not_kept(store: TCPStore, watch: Callable[..., Ran
         assert second.gather("of step 1", "x" * 1000) == []
         assert first.gather("of step 1", "y") == ["y", "x" * 1000]
         assert [Store("127.0.0.1", store.port).value(f"of step 1/{rank}") for rank in (0, 1)] == ["", ""]
+        second.gather("of step 2", "x")
+        put = Store.set
+        gone = lambda self, key, value: put(self, key, value) if value else _fail()  # noqa: E731
+        with pytest.MonkeyPatch.context() as patched:  # the connection is cut when all is known
+            patched.setattr(Store, "set", gone)
+            assert first.gather("of step 2", "y") == ["y", "x"]
 
 
 def test_connection_that_breaks_is_made_anew(
@@ -420,3 +429,7 @@ def test_port_that_another_run_has_taken_concludes_nothing(
         error = DistNetworkError("The server socket has failed to bind. code: -98, name: EADDRINUSE")
         assert not first.concludes(error)
     assert told == []
+
+
+def _fail() -> bool:
+    raise DistNetworkError("cut")

@@ -435,3 +435,11 @@ def test_grouped_heads_of_a_module_of_ones_own_attend_as_torch_does() -> None:
     parts = [whole(query[:1, :, p], key[:1, :, p], value[:1, :, p], enable_gqa=True) for p in (slice(5), slice(5, 12))]
     alone = torch.cat([torch.cat(parts, 2), whole(query[1:], key[1:], value[1:], enable_gqa=True)])
     torch.testing.assert_close(attention.attend_within_documents(query, key, value, documents), alone)
+
+
+def test_a_module_of_ones_own_with_few_tokens_is_tried_with_these() -> None:
+    wrapped = Wrapped()
+    wrapped.body.set_input_embeddings(torch.nn.Embedding(8, 32))
+    attention.check_documents(wrapped, 8)
+    with pytest.raises(UserError, match=r"trying it failed \(IndexError"):
+        attention.check_documents(wrapped)

@@ -39,8 +39,7 @@ def tile_mlps(model: nn.Module) -> str:
     found, around = parts_to_tile(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
-        none = "none of its layers has a known mlp or, if it is your own, a module that treats each token alone"
-        reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else none
+        reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
     for part in [*found, *around]:
         part.__class__ = _tiled(type(part))
@@ -79,24 +78,31 @@ def _own_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """In a module of your own: what of the layers in its lists, and of norms next to such lists, can be tiled."""
     around = [m for m in model.modules() if any(isinstance(child, nn.ModuleList) for child in m.children())]
     parts = dict.fromkeys(part for module in (*layers_of(model), *around) for part in module.children())
-    kinds = {str(part): part for part in parts if not isinstance(part, nn.Linear)}  # a single product keeps little
-    alone = {kind for kind, part in kinds.items() if _treats_tokens_alone(part)}
-    found = [part for part in parts if str(part) in alone]
-    mlps = [part for part in found if next(part.children(), None) is not None]
-    return mlps, [part for part in found if part not in mlps]
+    kinds = {part: _kind(part) for part in parts if not isinstance(part, nn.Linear | nn.Embedding)}
+    alone = {kind for kind, part in {kind: part for part, kind in kinds.items()}.items() if _treats_tokens_alone(part)}
+    found = [part for part, kind in kinds.items() if kind in alone]
+    return [part for part in found if [*part.children()]], [part for part in found if not [*part.children()]]
+
+
+def _kind(part: nn.Module) -> str:
+    """Equal for modules that differ in the values of weights and buffers alone, of which one is tried."""
+    own = [(type(m), {n: v for n, v in vars(m).items() if n[0] != "_"}) for m in part.modules()]
+    return repr((own, [p.shape for p in part.parameters()]))
 
 
 def _treats_tokens_alone(part: nn.Module) -> bool:
-    """Whether it makes (B, S, H) of (B, S, H), each token alone, as far as a copy with other weights tells."""
+    """Whether it makes (B, S, H) of (B, S, H), each token alone, as far as a copy with other numbers tells."""
     for width in {p.shape[-1] for p in part.parameters() if p.ndim}:
         with suppress(Exception), on_trial():  # modules fail in their own ways
-            twin, hidden = boosted(without_weights(part, real=torch.float32)), torch.randn(1, 6, width)
+            twin, hidden = boosted(without_weights(part, real=torch.float32)), torch.randn(2, 7, width)
             for module in twin.modules():  # as in training, where a batch norm mixes tokens, but without chance
                 module.train(not isinstance(module, nn.Dropout))
-            whole = torch.enable_grad()(twin.forward)(hidden)
+            for buffer in twin.buffers():
+                buffer.copy_(torch.randn(buffer.shape))
+            whole, tokens = torch.enable_grad()(twin.forward)(hidden), hidden.view(1, -1, width)
             copy.deepcopy(twin)  # fails where it remembers a tensor for the loss, such as a router's scores
-            pieces = torch.cat([twin(hidden[:, :2]), twin(hidden[:, 2:])], dim=1)
-            return whole.shape == hidden.shape and not differ(pieces, whole)
+            pieces = torch.cat([twin(tokens[:, :5]), twin(tokens[:, 5:])], dim=1)
+            return whole.shape == hidden.shape and not differ(pieces, whole.view(tokens.shape))
     return False
 
 
@@ -111,16 +117,17 @@ class Tiled(nn.Module):
     FSDP2 see whole gradients.
     """
 
-    def compute_whole(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+    def compute_whole(self, *args: Any, **named: Any) -> Tensor:
         """(..., H) → (..., H), computed by the original class."""
-        return super().forward(hidden, *others, **named)
+        return super().forward(*args, **named)
 
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
-    def forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:  # pyright: ignore
+    def forward(self, *args: Any, **named: Any) -> Tensor:  # pyright: ignore
+        hidden, *others = [value for value in (*args, *named.values()) if value is not None]
         tokens = hidden.shape[:-1].numel()
         size = max(MIN_TILE_TOKENS, hidden.shape[-1], min(tokens // 16, MAX_TILE_TOKENS))  # at least H, as ALST does
-        if tokens <= size or others or named:  # with which it may not treat tokens alone
-            return self.compute_whole(hidden, *others, **named)
+        if tokens <= size or others:  # with which it may not treat tokens alone
+            return self.compute_whole(*args, **named)
         if not torch.is_grad_enabled():
             return _in_tiles(self, hidden, size)
         kept = cast("Tensor", _Keep.apply(hidden))  # if it needs a gradient: before the tiles compute, not after

@@ -66,7 +66,6 @@ class Extra(extras.Extra):
     _watch: RankWatch | None = None
     _recovering: Recovering | None = None
     _lock: Any = None
-    _compare_replicas: Callable[[int, bool], None] = staticmethod(lambda step, is_saved: None)
     _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
 
     @contextmanager
@@ -151,10 +150,8 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
-        from train.extras.endurance.checkpoints import Replicas
-
         if run.launch.world_size > 1 and run.launch.engine == "ddp" and run.launch.tp_size == 1:
-            self._compare_replicas = Replicas(parts.state.model).compare
+            self._saving.replicas = parts.state.model
         if run.outputs.is_main:
             (run.outputs.folder / STOPPED).unlink(missing_ok=True)
         gc.collect()
@@ -162,7 +159,6 @@ class Extra(extras.Extra):
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError if the loss is far above the usual; otherwise updates the usual loss."""
-        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             usual_text = "unknown" if usual is None else f"{usual:.4g}"
@@ -174,7 +170,7 @@ class Extra(extras.Extra):
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "train" and self._has_begun:
-            self._saving.look(run)
+            self._saving.look(run, step)
 
     def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
         """Logs the examples; raises DivergenceError where no later step can be expected to have a finite gradient."""
@@ -190,7 +186,6 @@ class Extra(extras.Extra):
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        self._compare_replicas(progress.step, True)
         run.outputs.from_main(lambda: setattr(self, "_lock", relock(self._lock, run.outputs.folder)))
         self._saving.save(run, state, progress, wait)
         return True

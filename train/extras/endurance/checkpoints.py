@@ -43,6 +43,8 @@ class Saving:
         self._error: Exception | None = None
         self._last_failed, self._written = False, None
         self._buffer = torch.empty(0)  # for copies from a card: page-locked, and used again
+        self.replicas: nn.Module | None = None  # a model that every rank holds as a whole
+        self._compared_step = 0
         self.checkpoints_in_background = 0
         self.longest_stall_seconds: float | None = None  # for which training stood still for a checkpoint on the way
 
@@ -53,6 +55,7 @@ class Saving:
         again, raise UserError.
         """
         started = time.perf_counter()
+        self.refuse_drift(progress.step, is_saved=True)
         self.finish(run)
         if progress == self._written:  # a request to stop came when it was on its way already
             return
@@ -66,10 +69,25 @@ class Saving:
         if not wait:
             self.longest_stall_seconds = max(self.longest_stall_seconds or 0.0, time.perf_counter() - started)
 
-    def look(self, run: Run) -> None:
+    def look(self, run: Run, step: int) -> None:
         """Finishes what is written by now: a failure is noted while there is time to make room."""
+        self.refuse_drift(step, is_saved=False)
         if self._thread is not None and all(exchange(not self._thread.is_alive())):
             self.finish(run)
+
+    def refuse_drift(self, step: int, is_saved: bool) -> None:
+        """Raises UserError, on all ranks together, if a replica differs; looks before each save, and now and then."""
+        if self.replicas is None or not (is_saved or step - self._compared_step >= COMPARED_EVERY_STEPS):
+            return
+        self._compared_step, digests = step, exchange(digest(self.replicas.parameters()))
+        usual, count = Counter(digests).most_common(1)[0]
+        if others := [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]:
+            than = "those of other ranks" if len(others) < len(digests) else "each other"
+            raise UserError(
+                f"step {step}: the weights of rank {', '.join(map(str, others))} differ from {than}, and must not: a "
+                "device or its memory may be faulty, your code may treat ranks differently, or a step left parameters "
+                "without a gradient (--find_unused_parameters). Nothing is saved; older checkpoints had equal weights."
+            )
 
     def finish(self, run: Run) -> None:
         """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
@@ -170,27 +188,6 @@ def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> Bloc
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
     return blocks
-
-
-class Replicas:
-    """The weights that every rank holds as a whole."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._compared = model, 0
-
-    def compare(self, step: int, is_saved: bool) -> None:
-        """Raises UserError, on all ranks together, if one differs; looks before each save, and now and then."""
-        if not is_saved and step - self._compared < COMPARED_EVERY_STEPS:
-            return
-        self._compared, digests = step, exchange(digest(self._model.parameters()))
-        usual, count = Counter(digests).most_common(1)[0]
-        if others := [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]:
-            than = "those of other ranks" if len(others) < len(digests) else "each other"
-            raise UserError(
-                f"step {step}: the weights of rank {', '.join(map(str, others))} differ from {than}, and must not: a "
-                "device or its memory may be faulty, your code may treat ranks differently, or a step left parameters "
-                "without a gradient (--find_unused_parameters). Nothing is saved; older checkpoints had equal weights."
-            )
 
 
 def digest(tensors: Iterable[Tensor]) -> int:

@@ -33,6 +33,7 @@ from train.records import EXIT_ERROR, one_line
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 6.0  # how long a roll call waits: long enough for every living rank to look several times
 STORE_SECONDS = 10.0  # how long the store may take to answer before its host counts as gone
+SECONDS_TO_FAIL = 60.0  # an error of all ranks has ended them by then, each with its message and its last checkpoint
 LEFT, FAILED, DONE = "left", "failed", "done"
 T = TypeVar("T")
 
@@ -179,8 +180,9 @@ class RankWatch:
         keys = [f"{name}/{rank}" for rank in self._ranks]
         self._until(lambda store: store.check(*keys), patience_seconds=0)
         texts = list(map(self._met().value, keys))
-        for key in keys:  # the store is held by a launcher, for as long as the run takes
-            self._met().set(key, "")
+        with suppress(RuntimeError):  # the store is held by a launcher, for as long as the run takes
+            for key in keys:
+                self._met().set(key, "")
         return texts
 
     def _until(self, succeeds: Callable[[Store], bool], patience_seconds: float = math.inf) -> None:
@@ -231,7 +233,7 @@ class RankWatch:
     def _look(self, store: Store) -> None:
         """Counts, and looks at the next rank, until some rank is lost or this one closes."""
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
-        last, since, have_met = "", time.monotonic(), False
+        last, since, have_met, failed = "", time.monotonic(), False, math.inf
         for count in itertools.count():
             if self._closing.wait(POLL_SECONDS if count else 0):  # one that ends while it connects is not there
                 return
@@ -240,7 +242,9 @@ class RankWatch:
                 last, since = beat, time.monotonic()
             have_met = have_met or torch.distributed.is_initialized()
             # gloo notices a rank that has failed. NCCL may not: its ranks would wait until their collective times out.
-            is_lost = time.monotonic() - since > self._timeout_seconds or store.check(FAILED if have_met else LEFT)
+            failed = min(failed, time.monotonic()) if store.check(FAILED) else math.inf
+            latest = min(since + self._timeout_seconds, failed + SECONDS_TO_FAIL)
+            is_lost = time.monotonic() > latest or (not have_met and store.check(LEFT))
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 return
 

@@ -92,7 +92,7 @@ class Extra(extras.Extra):
 
         is_tried = hasattr(network, "_from_config") or run.config.get("check_model") is not False
         if run.config.of(Options).packing and not run.is_planned and is_tried:
-            attention.check_documents(network)
+            attention.check_documents(network, sizes[0])
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention, heads

@@ -66,7 +66,6 @@ def set_document_boundaries(model: Any) -> None:
     """From now on ``model`` takes ``documents`` next to its other arguments, and its attention stays within them.
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
-    A module of your own passes them on: to models of transformers within it, or to :func:`attend_within_documents`.
     """
     if isinstance(model, PreTrainedModel):  # beneath the head, which may pool by the mask
         model.base_model.register_forward_pre_hook(_with_documents, with_kwargs=True)
@@ -222,21 +221,21 @@ def has_short_windows(model: Any, max_length: int) -> bool:
     return False
 
 
-def check_documents(model: nn.Module) -> None:
+def check_documents(model: nn.Module, vocabulary: int = 64) -> None:
     """Raises UsageError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
-    if obstacle := obstacle_to_documents(model):
+    if obstacle := obstacle_to_documents(model, vocabulary=vocabulary):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         remedy = "Leave packing out, or take another model (llama, bert ..., your own: docs/extras/long_sequences.md)"
         raise UsageError(f"packing: {name} cannot keep documents apart that share a row: {obstacle}. {remedy}.")
 
 
-def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
+def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64) -> str | None:
     """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
     by its own attention, and together."""
     own = getattr(getattr(model, "config", None), "_attn_implementation", None)
 
     def trial(small: Any) -> str | None:
-        tokens = torch.cat([tokens_on_trial(small), tokens_on_trial(small).flip(1)])
+        tokens = torch.cat([row := tokens_on_trial(small, vocabulary=min(64, vocabulary)), row.flip(1)])
         documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
         inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
         rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]

@@ -97,7 +97,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
         numbers = table.with_format(None)["label"][:]  # -1 stands for a hidden label
         labels = [names[number] if number in range(len(names)) else None for number in numbers]
         table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
-        data.classes.extend(name for name in names if name not in data.classes)
+        data.classes.extend(() if data.classes else names)  # of the first split, which is read to be trained on
     texts = "(large_)?string"
     kinds = {"text": (texts, "text"), "label": (rf"{texts}|u?int\d+|float\d+|bool", "text or a number")}
     columns = ["text", "label"] if data.labelled else ["text"]

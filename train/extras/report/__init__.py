@@ -1,6 +1,5 @@
 """What a run shows afterwards: report.html, the model card, a sample, trackers, and final/ on the Hub."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,11 +78,12 @@ class Extra(extras.Extra):
         from train.extras.report.machine import hardware, versions
         from train.extras.report.model_card import model_card
         from train.extras.report.page import page
+        from train.extras.report.sample import sample_of
 
         # What others have said of it, such as micro-batches that are formed by tokens, stays.
         machine = {"hardware": hardware(run.accelerator.device.type), "versions": versions()}
         summary |= {**what_was_run(run, parts), **summary, **machine}
-        sample = _sample(run, parts) if (run.launch.engine, run.launch.tp_size) == ("ddp", 1) else None
+        sample = sample_of(run, parts) if (run.launch.engine, run.launch.tp_size) == ("ddp", 1) else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
@@ -126,7 +126,7 @@ def start_trackers(accelerator: Any, config: Config) -> None:
     run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
-        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", PROJECT), config=tracked(config), init_kwargs=options)
+        accelerator.init_trackers(PROJECT, config=tracked(config), init_kwargs=options)
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
@@ -138,21 +138,6 @@ def tracked(config: Config) -> dict[str, int | float | str]:
     of_model = {f"model_config.{name}": value for name, value in (values.pop("model_config") or {}).items()}
     shown = {name: value for name, value in (values | of_model).items() if name != "dataset_options"}
     return {k: v if isinstance(v, int | float) else without_secrets(str(v)) for k, v in shown.items() if v is not None}
-
-
-def _sample(run: Run, parts: Parts) -> str | None:
-    """What the model writes; a failing sample must not lose a trained model."""
-    from train.extras.report.sample import sample
-    from train.extras.weightless import uncompiled
-
-    data, model = parts.data, parts.state.model
-    try:
-        with run.accelerator.autocast(), uncompiled(model):
-            written = sample(run, data.task, model, data.tokenizer, data.corpus.splits["validation"][0]["text"])
-            return written and without_secrets(written)
-    except Exception as error:  # of whatever model a person brings
-        run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
-        return None
 
 
 def _push(run: Run, name: str, is_private: bool) -> None:

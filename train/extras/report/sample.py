@@ -6,8 +6,21 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from train.records import Run
+from train.extras.weightless import uncompiled
+from train.figures import without_secrets
+from train.records import Parts, Run
 from train.tasks import Task, pad_token_id
+
+
+def sample_of(run: Run, parts: Parts) -> str | None:
+    """What the trained model writes; a failing sample must not lose it."""
+    data, model = parts.data, parts.state.model
+    try:
+        with run.accelerator.autocast(), uncompiled(model):
+            written = sample(run, data.task, model, data.tokenizer, data.corpus.splits["validation"][0]["text"])
+            return written and without_secrets(written)
+    except Exception as error:  # of whatever model a person brings
+        run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
 
 
 def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) -> str | None:
