@@ -669,7 +669,10 @@ def test_buffers_and_second_references_of_a_functions_model_are_planned_for_a_ca
     assert found.bytes_by_kind[PARAMETERS] == 2 * weight + 3 * 512
 
 
-@pytest.mark.parametrize("change", ['.to("cpu")', ".bfloat16()", ".tried()", ".read()"])
+MOVED = '.to("cuda" if torch.cuda.is_available() else "cpu")'  # the stand-in says that there is a card
+
+
+@pytest.mark.parametrize("change", ['.to("cpu")', MOVED, ".bfloat16()", ".tried()", ".read()"])
 def test_builders_that_need_real_weights_are_planned(change: str, tmp_path: Path) -> None:
     """They move what they made, look at values, or load a file."""
     methods = """

@@ -125,6 +125,16 @@ def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
     assert corpus.classes == ("no", "yes")
 
 
+def test_classes_are_those_that_are_trained_on(tmp_path: Path) -> None:
+    """Names of validation data alone would become outputs that nothing trains."""
+    for name, classes in ("own", ["neg", "pos"]), ("other", ["negative", "positive"]):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
+        rows = datasets.Dataset.from_dict({"text": list("abcd"), "label": [0, 1, 0, 1]}, features=features)
+        rows.save_to_disk(tmp_path / name)
+    data = Source(dataset=str(tmp_path / "own"), validation_dataset=str(tmp_path / "other"), labelled=True)
+    assert load_corpus(data).classes == ("neg", "pos")
+
+
 def test_numbers_of_one_split_are_the_classes_of_another(tmp_path: Path) -> None:
     rows = {"train": [0.5, 1.0, 1.5, 2.0], "validation": [1.0, 2.0], "test": [float("nan"), 2.0]}
     splits: Any = {n: datasets.Dataset.from_dict({"text": [*"abcd"][: len(v)], "label": v}) for n, v in rows.items()}
