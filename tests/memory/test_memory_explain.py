@@ -511,7 +511,7 @@ def remedies(text: str) -> list[str]:
 def test_a_process_that_was_killed_is_probably_a_lack_of_main_memory(message: str) -> None:
     text = explain(message)
     assert text.startswith("The system killed a process (signal 9, which shells report as exit status 137).")
-    assert "nearly always for want of main memory (RAM), not of the GPU's" in why(text)
+    assert "nearly always because main memory (RAM) ran out, not the GPU's" in why(text)
     assert "dmesg then says 'Killed process'" in why(text)
     typed = remedies(text)
     assert typed[0] == "--dataloader_num_workers 0" and "--loss chunked" in typed
