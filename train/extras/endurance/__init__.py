@@ -54,8 +54,8 @@ class Options:
         "several (recovering averages gradients only after backward), with optimizer_in_backward, FSDP2, DeepSpeed.",
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
-    max_consecutive_nonfinite_steps: int = option(25, "So many steps in a row without a finite gradient diverge.", ge=1)
-    loss_spike_factor: float | None = option(None, "A logged loss above this many times the usual diverges.", gt=1)
+    max_consecutive_nonfinite_steps: int = option(25, "Steps in a row without a finite gradient: divergence.", ge=1)
+    loss_spike_factor: float | None = option(None, "A logged loss this many times the usual: divergence.", gt=1)
     max_rollbacks: int = option(0, "How often divergence goes back, skipping data.", ge=0, needs="save_every_steps")
 
 

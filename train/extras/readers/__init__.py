@@ -110,7 +110,7 @@ class Extra(extras.Extra):
         return data
 
     def ready(self, run: Run, parts: Parts) -> None:
-        """As with Trainer, what generates ends where the tokenizer of ``final/`` does, such as a chat template's."""
+        """Has generation end, as Trainer does, with the tokenizer's end token in ``final/``: a chat template's, say."""
         end = parts.data.task.stand_alone(parts.data.tokenizer).eos_token_id
         if (own := getattr(parts.state.model, "generation_config", None)) is not None and isinstance(end, int):
             known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
