@@ -54,7 +54,7 @@ def start(predictor: Any) -> Any:
 def _serve(jobs: Connection, answers: Connection, errors: str, environment: dict[str, str]) -> None:
     import torch
 
-    from train.memory.predict import main
+    from train.memory.server import main
 
     os.dup2(jobs.fileno(), 0)
     os.dup2(answers.fileno(), 1)

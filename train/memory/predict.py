@@ -4,19 +4,17 @@
 prediction works for any model and recipe, and takes the same few seconds for any sequence length.
 """
 
-import gc
 import os
 import pickle
 import sys
 import tempfile
-import traceback
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-from train.records import IGNORE, MicroBatch, UserError, one_line
+from train.records import IGNORE, MicroBatch, UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
@@ -125,7 +123,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             if self._hides_cards:
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
-            command = [sys.executable, "-c", "from train.memory.predict import main; main()"]
+            command = [sys.executable, "-c", "from train.memory.server import main; main()"]
             self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, env=environment)
         return self._process
 
@@ -190,34 +188,3 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()
     labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
-
-
-def main() -> None:
-    """Reads jobs from standard input and writes their predictions, or errors, to standard output."""
-    answers = os.fdopen(os.dup(1), "wb")  # prints of libraries, also of C ones, must not mix with answers
-    os.dup2(2, 1)
-    gc.disable()
-    from train.memory.trial import fake_tensors, predict
-
-    with fake_tensors():  # loads the libraries before the first job arrives
-        pass
-    gc.freeze()  # no collection needs to visit their million objects
-    gc.enable()
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables
-        try:
-            answer = predict(job)
-        except UserError as error:
-            answer = error if isinstance(error, CannotStandInError) else UserError(str(error))
-        except Exception as error:  # a model may do anything with tensors that have no data
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {one_line(error, 300)}"
-            reason += f" ({GUESS})" * job.is_guess
-            answer = UserError(f"this model or setting cannot be predicted: {reason}. A run tries it for real.")
-        pickle.dump(answer, answers)
-        answers.flush()
-        gc.collect()
-        gc.freeze()
