@@ -373,6 +373,26 @@ def test_what_treats_tokens_alone_in_a_module_of_ones_own_is_found_by_trying_it(
     torch.testing.assert_close(tiled(hidden, with_scale), mlp(hidden, with_scale), rtol=0, atol=0)
 
 
+class Averaging(nn.Module):
+    """Follows the size of its inputs in training, which changes no result; in tiles it would do so once per tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("usual", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.usual.lerp_(hidden.detach().abs().mean().to(self.usual), 0.1)  # pyright: ignore
+        return self.down(self.up(hidden).relu())
+
+
+def test_a_module_that_changes_a_buffer_in_training_stays_whole() -> None:
+    model = Own(Gated(), Averaging())
+    assert tile_mlps(model) == "tiled_mlp: 1 MLPs and 3 norms compute in tiles"
+    assert isinstance(model.layers[0].mlp, Tiled) and type(model.layers[1].mlp) is Averaging
+
+
 def test_tiles_of_ones_own_module_draw_the_same_dropout_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of a function that drops are those of finite differences with the same seed."""
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)

@@ -99,10 +99,12 @@ def _treats_tokens_alone(part: nn.Module) -> bool:
                 module.train(not isinstance(module, nn.Dropout))
             for buffer in twin.buffers():
                 buffer.copy_(torch.randn(buffer.shape))
+            kept = [buffer.clone() for buffer in twin.buffers()]
             whole, tokens = torch.enable_grad()(twin.forward)(hidden), hidden.view(1, -1, width)
+            is_still = all(map(torch.equal, kept, twin.buffers()))  # else each tile would change them again
             copy.deepcopy(twin)  # fails where it remembers a tensor for the loss, such as a router's scores
             pieces = torch.cat([twin(tokens[:, :5]), twin(tokens[:, 5:])], dim=1)
-            return whole.shape == hidden.shape and not differ(pieces, whole.view(tokens.shape))
+            return is_still and whole.shape == hidden.shape and not differ(pieces, whole.view(tokens.shape))
     return False
 
 
