@@ -238,6 +238,14 @@ def test_sections_are_reached_by_their_class_and_fields_by_their_name() -> None:
         config.changed(no_such_option=1)
 
 
+def test_all_unknown_keys_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("streaming: false\nlearning_rat: 0.1\n")
+    with pytest.raises(UsageError) as error:
+        parse(["--config", str(tmp_path / "old.yaml")])
+    gone = "unknown key streaming. It is gone, because datasets are read from the disk anyway. Leave it out."
+    assert str(error.value) == f"{gone} unknown key learning_rat. Did you mean learning_rate?"
+
+
 def test_json_on_the_command_line_is_read_as_json(tmp_path: Path) -> None:
     words = ["--model_config", '{"model_type": "llama", "rms_norm_eps": 1e-6}', "--tokenizer", "bytes"]
     config = parse([*words, "--dataset_options", '{"threshold": 1E-3, "on": "yes"}'])

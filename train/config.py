@@ -284,9 +284,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def from_values(values: dict[str, Any]) -> Config:
     """A configuration from flat values, of their fields' types, over the defaults; UsageError says what would do."""
     known, own = fields(), {}
+    if unknown := [f"unknown key {name}. {extras.hint(name, known)}" for name in values if name not in known]:
+        raise UsageError(" ".join(unknown))
     for name, value in values.items():
-        if name not in known:
-            raise UsageError(f"unknown key {name}. {extras.hint(name, known)}")
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value

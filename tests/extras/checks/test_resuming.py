@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,11 @@ IDENTITY = {"dataset": "stdlib", "seed": 1, "optimizer": "adamw", "global_batch_
 FOLDER = Path("step-00000001")
 
 
-def compare(folder: Path, own: dict[str, Any], stored: dict[str, Any], allow_changes: bool) -> None:
-    run: Any = SimpleNamespace(config=Config().changed(allow_changes_on_resume=allow_changes))
+def compare(folder: Path, own: dict[str, Any], stored: dict[str, Any], allow_changes: bool) -> list[str]:
+    """What is said of it."""
+    run = run_for(Config().changed(allow_changes_on_resume=allow_changes))
     Extra().check_identity(run, folder, own, stored)
+    return run.outputs.notes
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,24 @@ def test_a_setting_that_differs_on_either_side_is_named(present: dict[str, Any],
     own = {name: value for name, value in {**IDENTITY, **present}.items() if value is not None}
     with pytest.raises(UserError, match=re.escape(named)):
         compare(FOLDER, own, IDENTITY, allow_changes=False)
-    compare(FOLDER, own, IDENTITY, allow_changes=True)
+    said = compare(FOLDER, own, IDENTITY, allow_changes=True)
+    assert said == [f"WARNING: step-00000001 had other settings {named}"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ({"classes": ["neg", "pos"], "training data": "b"}, "classes: was ['neg', 'pos'], is ['pos', 'neg']"),
+        ({"training data": "b"}, "classes: was None, is ['pos', 'neg']"),  # by a version that did not store them
+    ],
+)
+def test_no_flag_lets_classes_change_their_order(stored: dict[str, Any], told: str) -> None:
+    """A trained head would mean the opposite."""
+    own = {**IDENTITY, "classes": ("pos", "neg"), "training data": "a"}
+    with pytest.raises(UserError, match=re.escape(told)) as error:
+        compare(FOLDER, own, {**IDENTITY, **stored}, allow_changes=True)
+    assert "--allow_changes_on_resume" not in str(error.value)
+    assert compare(FOLDER, own, {**IDENTITY, "training data": "a"}, allow_changes=False) == []
 
 
 @pytest.mark.parametrize("off", [False, None, 0])

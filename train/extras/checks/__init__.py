@@ -135,6 +135,7 @@ class Extra(extras.Extra):
             **{name: values[name] for name in same},
             "tokenizer": tokenizer_digest(data.tokenizer),
             "training data": self._data,
+            "classes": data.label_names,
             "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
             "mixed_precision": run.accelerator.mixed_precision,
             "code": code_digest(type(data.task).__module__, source, "train.step", "train.loop", "train.optim"),
@@ -142,17 +143,20 @@ class Extra(extras.Extra):
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         present = json.loads(json.dumps(dict(own)))
+        if present.get("training data") == stored.get("training data"):  # an older version did not store classes
+            stored = {"classes": present.get("classes"), **stored}
         # An option of an extra that is not here any more counts as switched off.
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
         changed = [name for name in differ if name != "code"]
         if len(changed) < len(differ) and "code" in stored:  # perhaps only a comment: a person has to know
             what = "the code of the task, model or step, or the model's config.json,"
             run.outputs.note(f"WARNING: {what} has changed since {checkpoint} was written")
-        # Steps of another optimizer or batch would not continue those that are made, whatever is allowed.
-        is_fixed = not {"optimizer", "global_batch_size", "adapter"}.isdisjoint(changed)
+        # Steps with another optimizer, batch or order of classes would not continue those made, whatever is allowed.
+        is_fixed = not {"optimizer", "global_batch_size", "adapter", "classes"}.isdisjoint(changed)
+        lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
         if changed and (is_fixed or not run.config.of(Options).allow_changes_on_resume):
-            lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
             allowed = "" if is_fixed else ", or --allow_changes_on_resume to continue with the new ones"
             remedy = f"another --output_dir for a new run, --resume never to start from scratch here{allowed}"
             other = f"{checkpoint} belongs to a run with other settings ({lines})"
             raise UserError(f"{other}. Continue with the old ones, or give {remedy}.")
+        run.outputs.note(f"WARNING: {checkpoint} had other settings ({lines})" if changed else None)
