@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from support import run_for
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.config import Config, parse
 from train.extras.adapters.lora import add_adapter
@@ -145,6 +147,24 @@ def test_head_of_a_classifier_is_trained_whole() -> None:
         assert inside and all(n.startswith(model.base_model_prefix) for n in inside)
 
 
+@pytest.mark.parametrize(
+    ("kind", "task_type", "heads"),
+    [
+        ("SequenceClassification", "SEQ_CLS", {"classifier"}),
+        ("TokenClassification", "TOKEN_CLS", {"classifier"}),
+        ("QuestionAnswering", "QUESTION_ANS", {"qa_outputs"}),
+        ("MaskedLM", None, set()),
+    ],
+)
+def test_a_head_that_no_pretrained_model_brings_is_trained_whole(kind: str, task_type: str, heads: set[str]) -> None:
+    config: Any = AutoConfig.for_model("bert", vocab_size=300, **SHAPE)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    add_adapter(model, run_for(Config().changed(adapter="lora")), f"AutoModelFor{kind}")
+    assert {n.partition(".")[0] for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n} == heads
+    settings = model.peft_config["default"]
+    assert settings.task_type == task_type and set(settings.modules_to_save or ()) == heads
+
+
 @pytest.mark.parametrize("model_type", ["llama", "modernbert", "bert"])
 def test_head_in_fp32_takes_what_layers_in_16_bits_give(model_type: str) -> None:
     """Without autocast; the loss is that of the same weights in fp32, as far as bf16 goes."""
@@ -272,7 +292,7 @@ def train(recipe: Path, output: Path, *flags: Any) -> int:
 @pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), KINDS[1]])
 def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     output = tmp_path / "run"
     flags = ("--model", base, "--adapter", adapter, "--lora_rank", 4, "--gradient_checkpointing", "full")
@@ -304,10 +324,33 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
     assert "its base is `base`" in card
 
 
+def test_an_adapter_needs_the_configuration_that_the_run_has_changed(recipe: Path, tmp_path: Path) -> None:
+    """As the model card says."""
+    from peft import PeftModel
+
+    base, output = tmp_path / "base", tmp_path / "run"
+    built({**LLAMA, "model_type": "mistral", "max_position_embeddings": 64}, max_length=64, seed=5).save_pretrained(
+        base
+    )
+    BYTES.save_pretrained(base)
+    assert train(recipe, output, "--model", base, "--adapter", "lora", "--sliding_window", 4) == EXIT_DONE
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(output / "final").eval()(**batch()[0]).logits
+        found = [
+            PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(base, **how).eval(), str(output / "final" / "adapter")
+            )
+            for how in ({"config": AutoConfig.from_pretrained(output / "final")}, {})
+        ]
+        right, wrong = (model.eval()(**batch()[0]).logits for model in found)
+    torch.testing.assert_close(right, whole, rtol=1e-4, atol=1e-4)
+    assert (wrong - whole).abs().max() > 0.01
+    assert '`config=AutoConfig.from_pretrained("path/to/this/folder")`' in (output / "final" / "README.md").read_text()
+
+
 def test_adapters_of_embeddings_and_the_head_are_merged_too(recipe: Path, tmp_path: Path) -> None:
     """(W + BA)x in ``final/`` against Wx + B(Ax) beside it, for tokens and logits as well as for attention."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     base, output = tmp_path / "base", tmp_path / "run"
     built({**LLAMA, "max_position_embeddings": 64}, max_length=64, seed=5).save_pretrained(base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ class Hub:
     is_reachable = False
     asked: list[tuple[Any, ...]]
 
-    def create_repo(self, name: str, private: bool, exist_ok: bool) -> None:
+    def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> Any:
         if not self.is_reachable:
             raise ConnectionError("no route to the Hub")
         self.asked.append((name, private, exist_ok))
+        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
 
     def upload_folder(self, repo_id: str, folder_path: Path) -> None:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
@@ -49,3 +51,15 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     assert main(words) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert len(Hub.asked) == 2
+
+
+def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    assert main([*words, "--push_to_hub", "--hub_model_id", "small"]) == 0
+    created, (name, _) = Hub.asked
+    assert created == ("small", None, True) and name == "me/small"  # private or not: as the organisation has it

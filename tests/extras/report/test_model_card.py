@@ -42,6 +42,22 @@ def test_front_matter_by_task():
     assert "pipeline_tag" not in _front_matter(model_card(_config(task="my_task"), _MyTask, {}))
 
 
+def test_front_matter_of_what_a_function_builds(tmp_path: Path):
+    (tmp_path / "final").mkdir()
+    config = _config(model="nets:build", model_config=None, output_dir=str(tmp_path))
+    for written, library, pipeline in ("", None, None), ("adapter_config.json", "peft", None):
+        if written:
+            (tmp_path / "final" / written).write_text("{}")
+        matter = _front_matter(model_card(config, CausalLM, {}))
+        assert (matter.get("library_name"), matter.get("pipeline_tag")) == (library, pipeline)
+
+
+def test_classes_and_code_of_the_hub():
+    config = _config(model="user/name", model_config=None, tokenizer=None, trust_remote_code=True)
+    card = model_card(config, SequenceClassification, {"label_names": ["bad", "good"]})
+    assert "| classes | bad, good |" in card and '("path/to/this/folder", trust_remote_code=True)' in card
+
+
 def test_results_settings_and_machine():
     summary = {
         "steps": 300,

@@ -31,7 +31,12 @@ from train.state import StoredBlocks, TrainingState
 from train.tasks import load_task
 
 ADAPTER = "default"  # peft's name for an adapter that has none
-TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}  # peft's words
+NEW_HEADS = {
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+    "QuestionAnswering": "QUESTION_ANS",
+}
+TASK_TYPES = {"CausalLM": "CAUSAL_LM", "Seq2SeqLM": "SEQ_2_SEQ_LM", **NEW_HEADS}  # peft's words
 
 
 def compute_dtype(run: Run) -> torch.dtype:
@@ -75,7 +80,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
         lora_alpha=own.lora_alpha,  # pyright: ignore - a fraction is as good
         lora_dropout=own.lora_dropout,
         target_modules=linear if all_linear else list(own.lora_target_modules),
-        task_type=TASK_TYPES.get(auto_class),
+        task_type=TASK_TYPES.get(auto_class.removeprefix("AutoModelFor")),
         base_model_name_or_path=run.config.architecture.model,
     )
     try:  # peft would take names of dense MLPs for those of fused experts
@@ -118,9 +123,7 @@ def _check_layers(model: nn.Module) -> None:
             reason = f"one of them shares {other}" if other else f"one of them is a {type(base).__name__}"
             why = f"what adapters of these layers learn cannot be added to weights ({reason})"
             remedy = "name linear layers and embeddings that share no weight with others, or give all-linear"
-            raise UserError(
-                f"lora_target_modules: {why}: {remedy}. get_output_embeddings() tells which one is the head."
-            )
+            raise UserError(f"lora_target_modules: {why}: {remedy}. get_output_embeddings() tells which is the head.")
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -149,9 +152,9 @@ def _heads(model: nn.Module, auto_class: str) -> list[str]:
 
 
 def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
-    """Names of the modules of a transformers classifier that no pretrained model brings."""
+    """Names of the modules of a transformers model that no pretrained model brings: classifiers' heads and the like."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    if auto_class != "AutoModelForSequenceClassification" or base is None:
+    if auto_class.removeprefix("AutoModelFor") not in NEW_HEADS or base is None:
         return []
     return [name for name, child in model.named_children() if child is not base and list(child.parameters())]
 

@@ -54,7 +54,7 @@ class Extra(extras.Extra):
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
         if (getattr(bar, "ncols", None) or 1) < 1:  # a terminal without columns, as a notebook's may be
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
@@ -145,8 +145,8 @@ def _push(run: Run, name: str, is_private: bool) -> None:
 
     api, folder = HfApi(), run.outputs.final
     try:
-        api.create_repo(name, private=is_private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder)
+        made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
         remedy = "With a connection, and after 'hf auth login', the same command uploads it"
         raise UserError(f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}. {remedy}.") from None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
 _PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
 _PIPELINES |= {"AutoModelForSequenceClassification": "text-classification"}
+_PIPELINES |= {"AutoModelForTokenClassification": "token-classification"}
 
 
 def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
@@ -27,10 +28,10 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     """
     from huggingface_hub import ModelCardData
 
-    dataset = _hub_name(config.data.dataset)
+    dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
     front = ModelCardData(
-        library_name="transformers",
-        pipeline_tag=_PIPELINES.get(task.auto_class),
+        library_name=("peft" if _holds(config, "adapter_config.json") else None) if is_own else "transformers",
+        pipeline_tag=None if is_own else _PIPELINES.get(task.auto_class),
         base_model=_hub_name(config.architecture.model),
         datasets=[dataset] if dataset and "/" in dataset else None,
         tags=["accelerate", "long-context", task.name.replace("_", "-")],
@@ -44,6 +45,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     settings = {**to_values(config), **summary}
     facts = {
         **{name: str(settings[name]) for name in _SETTINGS if settings.get(name) is not None},
+        "classes": ", ".join(summary.get("label_names") or ()) or None,
         "training time": shown(summary, "training_seconds", duration),
         "tokens per second": shown(summary, "tokens_per_second", count),
         "peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
@@ -73,23 +75,29 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
-    written = Path(config.output.output_dir) / "final"
-    if source is not None and config.architecture.is_function and (written / "adapter_config.json").exists():
+    if source is not None and _holds(config, "adapter_config.json"):
         how = '`PeftModel.from_pretrained(base, "path/to/this/folder")` puts them on its base.'
         return f"These are the adapters of the model that `{_public(source)}` builds. {how}"
-    if source is not None and config.architecture.is_function and not (written / "config.json").exists():
+    if source is not None and _holds(config, "config.json") is False:
         how = f"build the model with `{_public(source)}` and fill it with `safetensors.torch.load_model`"
         return f"The weights are in `model.safetensors`; {how}. `AutoTokenizer.from_pretrained` loads the tokenizer."
+    trust = ", trust_remote_code=True" * config.architecture.trust_remote_code
     text = (
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
-        f'model = {loader}.from_pretrained("path/to/this/folder")\n'
+        f'model = {loader}.from_pretrained("path/to/this/folder"{trust})\n'
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```'
     )
     if adapter == "none":
         return text
     base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
-    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}."
+    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}, loaded with "
+    how += '`config=AutoConfig.from_pretrained("path/to/this/folder")`.'
     return f"{text}\n\nThe adapter is merged into these weights. {how}"
+
+
+def _holds(config: Config, name: str) -> bool | None:
+    """Whether ``final/`` has the file ``name``, if a function built the model."""
+    return (Path(config.output.output_dir) / "final" / name).exists() if config.architecture.is_function else None
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
