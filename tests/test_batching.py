@@ -116,7 +116,7 @@ def test_arithmetic_completes_what_is_given(
     micro: int, accumulation: int | None, total: int | None, world: int, expected: tuple[int, int, int]
 ) -> None:
     found = arithmetic(micro, accumulation, total, world)
-    assert (found.micro_batch_size, found.accumulation_steps, found.world_size) == expected
+    assert (found.micro_batch_size, found.accumulation_steps, found.dp_size) == expected
     assert found.global_batch_size == expected[0] * expected[1] * expected[2]
 
 
@@ -216,7 +216,7 @@ def test_a_step_is_planned_when_it_is_needed_or_fetched_ahead(workers: int) -> N
 
 def test_a_step_groups_examples_by_length_the_longest_first() -> None:
     lengths = [3, 9, 1, 4, 8, 2, 7]
-    parts = Rounds().form([10, 11, 12, 13, 14, 15, 16], lengths, BatchArithmetic(2, 1, world_size=2))
+    parts = Rounds().form([10, 11, 12, 13, 14, 15, 16], lengths, BatchArithmetic(2, 1, dp_size=2))
     assert parts == [[[11, 14], [16, 13]], [[10, 15], [12]]]
 
 

@@ -32,6 +32,12 @@ def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
     assert sorted([*first.splits["train"]["text"], *first.splits["validation"]["text"]]) == sorted(whole["text"])
 
 
+@pytest.mark.parametrize("splits", [("train", "dev"), ("validation",), ()])
+def test_splits_of_other_names_are_refused(splits: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=rf"dataset my_data:documents: it gives {', '.join(splits)}, not train, valid"):
+        corpus({name: made_of("a", "b") for name in splits})
+
+
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.01, 1), (0.99, 3)])
 def test_both_parts_have_a_document_at_least(fraction: float, held_out: int) -> None:
     found = corpus(made_of("a", "b", "c", "d"), validation_fraction=fraction)

@@ -29,7 +29,7 @@ def sizes(world_size: int, rank: int = 0, **given: int) -> dict[str, str]:
 def test_nobody_launched() -> None:
     launch = read_launch({})
     assert launch == Launch()
-    assert (launch.dp_size, launch.dp_rank, launch.copies, str(launch)) == (1, 0, 1, "")
+    assert (launch.dp_size, launch.dp_rank, launch.mp_size, str(launch)) == (1, 0, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_ranks_that_share_examples_are_neighbours() -> None:
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
     launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
     assert [launch.dp_rank for launch in launches] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert {(launch.dp_size, launch.copies) for launch in launches} == {(2, 4)}
+    assert {(launch.dp_size, launch.mp_size) for launch in launches} == {(2, 4)}
     assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"
 
 

@@ -54,6 +54,23 @@ def batch(length: int = 12) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids}, ids.clone()
 
 
+def test_a_loss_may_read_the_options() -> None:
+    class Weighted(CLASSES):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+        def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+            weights = torch.tensor((self.data.dataset_options or {})["weights"])
+            return nn.functional.cross_entropy(logits.float(), labels, weights, reduction="sum")
+
+    config = Config().changed(task=CLASSES.name, model_config=GPT2, dataset_options={"weights": [1.0, 3.0]})
+    model, (inputs, _), labels = (
+        build_model(run_for(config), Weighted, BYTES, ("a", "b")),
+        batch(),
+        torch.tensor([0, 1]),
+    )
+    model.eval()
+    each = nn.functional.cross_entropy(model.model(**inputs).logits, labels, reduction="none")
+    torch.testing.assert_close(model(inputs, labels), each[0] + 3 * each[1])
+
+
 # Which models
 
 

@@ -720,6 +720,30 @@ def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
     assert last["head_norm"] == pytest.approx(weights["transformer.wte.weight"].norm().item(), rel=1e-5)
 
 
+def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: Fork) -> None:
+    extra = fork.folder / "train" / "extras" / "average"
+    extra.mkdir()
+    code = shown_in("docs/forking.md", r"train/extras/average/__init__\.py").replace("0.999", "0.5")
+    (extra / "__init__.py").write_text(code)
+    order = fork.folder / "train" / "extras" / "__init__.py"
+    order.write_text(order.read_text().replace('NAMES = "checks', 'NAMES = "average checks'))
+    flags = *LISTOPS, *QUICK, "--save_every_steps", 1, "--save_total_limit", 9, "--lr_scheduler", "constant"
+    assert fork.run(*flags, "--model_config", TINY, "--learning_rate", 0.01, "--max_steps", 2).returncode == EXIT_DONE
+    _, summary = fork.trains(*flags, "--model_config", TINY, "--learning_rate", 0.01)  # resumes
+    folders = [fork.output / "checkpoints" / f"step-{step:08d}" for step in (1, 2, 3)]
+    first, second, third = (
+        load_file(folder / "model-00000.safetensors")["transformer.wte.weight"] for folder in folders
+    )
+    average = load_file(fork.output / "final" / "model.safetensors")["transformer.wte.weight"]
+    torch.testing.assert_close(average, first.lerp(second, 0.5).lerp(third, 0.5))
+    assert (average - third).abs().max() > 1e-3
+    expected = summary["result"]["validation"]["loss"]
+    final = fork.output / "final"
+    shutil.move(final, fork.folder / "averaged")
+    _, again = fork.trains(*flags, "--model", "averaged", "--learning_rate", 1e-12, "--resume", "never")
+    assert again["result"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:
     fork.write("train/tasks/share_of_spaces.py", TASK)
     done = fork.run("--task", "share_of_space", "--model_config", TINY)

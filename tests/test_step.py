@@ -156,7 +156,7 @@ def test_what_averages_over_micro_batches_and_ranks_is_undone() -> None:
         reduce=lambda counts, reduction: {"sum": 6 * counts}[reduction],
     )
     assert engine.loss_factor == 24
-    engine.copies = 3  # three ranks each have the same examples
+    engine.mp_size = 3  # three ranks each have the same examples
     assert engine.total([5, 7, 8, 1]) == [10, 14, 16, 2]
     # A stop that one of the ranks with equal examples was asked for counts: 1/6 of a request on the average is one.
     assert engine.total([5, 7, 8, 1 / 6]) == [10, 14, 16, 1]

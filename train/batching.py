@@ -35,7 +35,7 @@ class Rounds:
         Every rank gets the same number of rounds, each at most a micro-batch of similar lengths, the longest first.
         Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
         """
-        size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
+        size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
         longest_first = np.array(ids)[np.argsort(-np.array(lengths), kind="stable")]
         rounds = -(-len(ids) // (size * ranks))
         parts = [part.tolist() for part in np.array_split(longest_first, max(1, rounds * ranks))]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config, load_function
-from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, column
+from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, column
 from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
 
@@ -57,7 +57,7 @@ def prepare_data(run: Run) -> PreparedData:
     tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, own.trust_remote_code)
     found, _ = model_config_of(run, type(task), tokenizer)  # reports what does not fit before hours of tokenising
     if task.labelled and getattr(found, "is_encoder_decoder", False):
-        # Bart's and T5's classifiers want as many end marks in each example: one in a text stays text, in final/ too.
+        # Bart's and T5's classifiers want as many ends in each example: a text's own stay text, in final/ too.
         tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
 
     label_names = task.label_names(corpus)
@@ -89,6 +89,8 @@ def call_function(spec: str, flag: str, config: Config) -> Any:
 def corpus_of(found: Any, config: Config) -> Corpus:
     """The corpus of a 🤗 Dataset or of a mapping of splits to Datasets; without a validation split part is held out."""
     splits = dict(found) if isinstance(found, dict) else {"train": found}
+    if "train" not in splits or not splits.keys() <= {*SPLITS}:
+        raise UserError(f"dataset {config.data.dataset}: it gives {', '.join(splits)}, not train, validation, test.")
     splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
         train, order = splits["train"], np.random.default_rng(0).permutation(len(splits["train"]))
@@ -98,5 +100,4 @@ def corpus_of(found: Any, config: Config) -> Corpus:
 
 
 def _sizes(splits: dict[str, datasets.Dataset], what: str) -> str:
-    named = {"training" if name == "train" else name: len(split) for name, split in splits.items()}
-    return f"{what} {', '.join(f'{size:,} for {name}' for name, size in named.items())}"
+    return f"{what} " + ", ".join(f"{len(s):,} for {'training' if n == 'train' else n}" for n, s in splits.items())

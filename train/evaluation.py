@@ -21,7 +21,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     parts.model.eval()
     try:
         for batch in data.evaluation_batches(run, examples):
-            if may_stop and parts.engine.any_stop(bool(run.stop)):
+            if may_stop and parts.engine.total((0, 0, 0, bool(run.stop)))[3]:
                 raise StopAtOnce
             rows += score(run, parts, batch)
         # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.
@@ -58,7 +58,7 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 free the whole weights that a forward without a backward leaves on every rank."""
+    """Frees the gathered FSDP2 weights that a forward without a backward leaves on every rank."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -31,19 +31,19 @@ class Launch:
     offloads: bool = False  # whether FSDP2's shards are in host memory between their uses
 
     @property
-    def copies(self) -> int:
-        """Ranks that are handed the same examples; neighbours."""
+    def mp_size(self) -> int:
+        """Ranks that get the same examples and share a model or a sequence; neighbours."""
         return self.tp_size * self.cp_size * self.sp_size
 
     @property
     def dp_size(self) -> int:
         """Ranks, or groups of them, that see different examples."""
-        return self.world_size // self.copies
+        return self.world_size // self.mp_size
 
     @property
     def dp_rank(self) -> int:
         """Which of the ``dp_size`` parts of a global batch is this rank's."""
-        return self.rank // self.copies
+        return self.rank // self.mp_size
 
     def __str__(self) -> str:
         parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
@@ -84,12 +84,12 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     from accelerate.utils import InitProcessGroupKwargs
     from torch.distributed import distributed_c10d
 
-    # NCCL's watchdog ends a process without a word: whoever can say which rank is lost speaks before it.
+    # NCCL's watchdog kills without a word: waiting longer lets a rank that knows who is lost say so first.
     timeout = timedelta(seconds=seconds + 60 * (device.type == "cuda"))
     options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
     # A mesh or DeepSpeed gives none to the groups that it makes, which NCCL would end after 10 minutes.
     distributed_c10d.default_pg_nccl_timeout = timeout
-    # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
+    # cpu=True would switch DeepSpeed off; the extra hardware has chosen the CPU
     options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":
         import torch

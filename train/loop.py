@@ -31,7 +31,8 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    saved, unlogged, last_step = progress, list[tuple[StepOutcome, float]](), dict[str, Any]()  # not logged yet
+    saved, last_step = progress, dict[str, Any]()
+    unlogged = list[tuple[StepOutcome, float]]()  # steps that no line of the log covers yet, with their seconds
 
     def save(wait: bool, only_new: bool = False) -> None:
         # What is saved is logged first, so a run that resumes there writes the lines of one that was never stopped.
@@ -41,7 +42,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             run.outputs.save(run, parts.state, progress, wait)
             saved = progress
 
-    # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
+    # First the evaluation that was due when the run was stopped. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
     while not stops and not is_done(run, total_steps, progress):
@@ -66,7 +67,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 run.extras.each("skipped", run, progress, outcome, micro_batches)
 
             # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
-            # the run is saved again only if the evaluation ended it or found a new best.
+            # the run is saved only if the evaluation ended it, or found a new best that is not on the disk yet.
             length = max(batch.shape[1] for batch in micro_batches)
             last_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
@@ -74,7 +75,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 save(wait=ends)
             elif is_due(output.log_every_steps, progress):
                 progress, unlogged = log(run, progress, unlogged, last_step), []
-            if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
+            if is_last or not stops:  # a run that is asked to stop evaluates after it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
             done = is_done(run, total_steps, progress)
             if (not ends and (done or stops)) or progress.best_step == progress.step > saved.step:
@@ -84,7 +85,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 break
         else:
             progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
-    if stops:  # told before ``steps`` closes: a launcher may not wait for the processes that load its batches to end
+    if stops:  # before ``steps`` closes: ending the processes that load batches may take longer than a launcher waits
         run.extras.each("stopped", run, progress.step)
     return progress
 
@@ -124,7 +125,7 @@ def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progres
 
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
-    """Evaluates if that is due and not done yet; also says whether a request to stop has cut it short."""
+    """Evaluates if due and not done yet; also returns whether a request to stop has cut it short."""
     is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.total_steps
     if is_known or not (is_last or is_due(run.config.output.eval_every_steps, progress)):
         return progress, False
@@ -136,9 +137,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
     return run.extras.pipe("evaluated", run, progress, run.outputs.record_evaluation(run, evaluation)), False
 
 
-def log(
-    run: Run, progress: Progress, unlogged: Sequence[tuple[StepOutcome, float]], last_step: dict[str, Any]
-) -> Progress:
+def log(run: Run, progress: Progress, unlogged: Sequence[tuple[StepOutcome, float]], last: dict[str, Any]) -> Progress:
     """Records the figures of the last step and of the ``unlogged`` steps up to it, each with its seconds.
 
     Raises DivergenceError if an extra finds the loss too far above the usual.
@@ -147,13 +146,13 @@ def log(
     # The loss of a step that was skipped, which may not be finite, would hide the others.
     used = [outcome for outcome in outcomes if not outcome.skipped]
     loss_sum = sum((outcome.loss_sum for outcome in used), torch.zeros((), device=run.accelerator.device))
-    of_all_ranks: Any = run.accelerator.reduce(loss_sum, reduction="sum")  # read only now: that waits for the device
+    of_all_ranks: Any = run.accelerator.reduce(loss_sum, reduction="sum")  # reading it waits for the device
     loss = of_all_ranks.item() / sum(outcome.num_targets for outcome in used) if used else None
     tokens = sum(outcome.num_tokens for outcome in outcomes)
     values: dict[str, Any] = {
         "epoch": progress.epoch,
         "loss": loss,
-        **last_step,
+        **last,
         "clipped_share": sum(outcome.clipped for outcome in outcomes) / len(outcomes),
         "nonfinite_steps": progress.nonfinite_steps,
         "tokens_per_second": tokens / seconds,

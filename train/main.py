@@ -25,9 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         launch = launching.read_launch()
         config = parse(sys.argv[1:] if arguments is None else arguments, launch)
-        joined, stop = extras.join(), list[str]()  # names of signals that ask this process to stop
-        with joined.inside("open", config, launch, stop):
-            return run_to_its_end(config, launch, joined, stop)
+        hooks, stop = extras.join(), list[str]()  # names of signals that ask this process to stop
+        with hooks.inside("open", config, launch, stop):
+            return run_to_its_end(config, launch, hooks, stop)
     except records.UserError as error:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if str(error) and not is_first:  # local rank 0 reports an error of all ranks; then the launcher ends the others
@@ -40,46 +40,46 @@ def main(arguments: list[str] | None = None) -> int:
         return records.EXIT_INTERRUPTED
 
 
-def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> int:
+def run_to_its_end(config: Config, launch: launching.Launch, hooks: extras.Extras, stop: list[str]) -> int:
     """Makes the Accelerator, trains, explains what ended the run early, and returns the exit status."""
     run = None
     try:
-        run = start(config, launch, joined, stop)
+        run = start(config, launch, hooks, stop)
         return train(run)
     except records.StopAtOnce:
         assert run is not None  # its data was being prepared, so there is nothing to save
-        joined.each("stopped", run, None)
+        hooks.each("stopped", run, None)
         return records.EXIT_STOPPED
     except Exception as error:
         if run is not None:
             run.outputs.bar.close()
         # An extra may know what happened: a lost rank, a full disk, no memory left. A bug shows its traceback.
-        if (explanation := joined.first("failed", run, error)) is not None:
+        if (explanation := hooks.first("failed", run, error)) is not None:
             raise records.UserError(explanation) from None
         raise
 
 
-def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> records.Run:
+def start(config: Config, launch: launching.Launch, hooks: extras.Extras, stop: list[str]) -> records.Run:
     """Makes the Accelerator, which knows devices, precision and accumulation, and the Run that is handed on."""
     from accelerate import Accelerator
 
     from train.outputs import Outputs
 
     launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
-    launch = joined.pipe("change_launch", config, launch)
+    launch = hooks.pipe("change_launch", config, launch)
     # Accelerator: devices, precision and accumulation are accelerate's; what the launcher decided goes in as options.
     timeout_seconds = config.optimization.distributed_timeout_seconds
     options = launching.accelerator_options(launch, launching.target_device(), timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=records.arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
-        **{**options, **joined.merged("accelerator_options", config, launch)},
+        **{**options, **hooks.merged("accelerator_options", config, launch)},
     )
-    outputs = joined.first("outputs", config, accelerator) or Outputs(config, accelerator)
-    run = records.Run(config, launch, accelerator, joined, outputs, stop)
-    joined.each("started", run)
+    outputs = hooks.first("outputs", config, accelerator) or Outputs(config, accelerator)
+    run = records.Run(config, launch, accelerator, hooks, outputs, stop)
+    hooks.each("started", run)
     run.outputs.from_main(run.outputs.prepare)
-    run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
+    run.outputs.note(f"extras: {', '.join(hooks.by_name) or 'none'}")
     return run
 
 
@@ -93,15 +93,15 @@ def train(run: records.Run) -> int:
     from train.state import TrainingState
     from train.step import Engine, seed_generators
 
-    accelerator, outputs, joined = run.accelerator, run.outputs, run.extras
+    accelerator, outputs, hooks = run.accelerator, run.outputs, run.extras
 
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
-    with joined.inside("preparing"):
+    with hooks.inside("preparing"):
         data = prepare_data(run)
-    run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
+    run.config = outputs.config = hooks.pipe("change_config", run, run.config, data)
     optim, arithmetic = run.config.optimization, records.arithmetic_of(run.config, run.launch.dp_size)
     batches = data.training_batches(run, arithmetic)
-    joined.each("prepared", run, data, batches)
+    hooks.each("prepared", run, data, batches)
 
     # Model: built, changed by the extras, wrapped with its loss.
     seed_generators(optim.seed)
@@ -112,19 +112,19 @@ def train(run: records.Run) -> int:
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
     model, optimizer = cast("Any", accelerator.prepare(with_loss, build_optimizer(run, with_loss.model)))
     unwrapped: Any = accelerator.unwrap_model(model)
-    checkpointed = unwrapped.model, optimizer.optimizer, joined.merged("identity", run, data), accelerator.scaler
-    state = joined.first("state", *checkpointed) or TrainingState(*checkpointed)
-    engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
+    stateful = unwrapped.model, optimizer.optimizer, hooks.merged("identity", run, data), accelerator.scaler
+    state = hooks.first("state", *stateful) or TrainingState(*stateful)
+    engine = hooks.pipe("wrap_step", run, Engine(accelerator, run.config, partial(hooks.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
     total_steps = optim.max_steps or (optim.num_epochs or 1) * batches.steps_per_epoch
     parts = records.Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
-    joined.each("ready", run, parts)
+    hooks.each("ready", run, parts)
     progress = outputs.resume(run, state)
     if is_done(run, total_steps, progress) and outputs.is_written(run, progress):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)
-    joined.each("starting", run, parts)
+    hooks.each("before_training", run, parts)
     progress = fit(run, parts, progress)
     outputs.bar.close()
 

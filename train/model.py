@@ -17,7 +17,7 @@ from train.tasks import Scores, Task, model_config_of, num_ids, pad_token_id
 class ModelWithLoss(nn.Module):
     """The module that accelerate prepares: ``model`` with its task's loss of the logits."""
 
-    def __init__(self, model: nn.Module, task: type[Task] = Task) -> None:
+    def __init__(self, model: nn.Module, task: Task | type[Task] = Task) -> None:
         super().__init__()
         self.model = model
         self.loss_sum, self.scores = task.loss_sum, task.scores
@@ -30,15 +30,15 @@ class ModelWithLoss(nn.Module):
     ) -> Tensor | Scores:
         """The summed loss (); ``scored``: each example's plain cross-entropy, and predictions.
 
-        ``inputs`` are keyword arguments of the model; ``labels`` (B, S) or (B,) are aligned with its logits. A caller
-        who knows how many labels are targets says so: counting them here would wait for the device.
+        ``inputs`` are keyword arguments of the model; ``labels`` (B, S) or (B,) are aligned with its logits.
+        ``num_targets``, if known, goes to ``loss_in_head``, which would otherwise wait for the device to count them.
         """
         if self.loss_in_head is not None:
             return self.loss_in_head(self, inputs, labels, scored, num_targets)
         logits = logits_of(output := self.model(**inputs))
         if scored:
             return self.scores(logits, labels)
-        return balanced(self.loss_sum(logits, labels), output, labels, self.model)
+        return with_aux_loss(self.loss_sum(logits, labels), output, labels, self.model)
 
 
 def logits_of(output: Any) -> Any:
@@ -46,7 +46,7 @@ def logits_of(output: Any) -> Any:
     return output.get("logits", output) if isinstance(output, dict) else getattr(output, "logits", output)
 
 
-def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
+def with_aux_loss(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
     """``loss_sum`` and, for each target, the load balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4).
 
     As in transformers, a model computes it where its configuration has ``output_router_logits: true``. A model
@@ -73,13 +73,13 @@ def build_model(
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)
     run.extras.each("check_model", run, network, task, (num_ids(tokenizer), len(label_names)))
-    keep_cache(network, False)
+    set_use_cache(network, False)
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
     run.extras.each("change_model", run, network, task)
     # Around it: the loss, so that logits never leave the forward.
-    model = ModelWithLoss(network, task)
+    model = ModelWithLoss(network, task(run.config))
     run.extras.each("change_loss", run, model)
     return model
 
@@ -87,7 +87,7 @@ def build_model(
 def build_network(
     run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool = True
 ) -> nn.Module:
-    """A function's network, or one of transformers from a configuration that extras may change; nobody checked it."""
+    """A function's network, or one of transformers from a configuration that extras may change; not checked yet."""
     own = run.config.architecture
     model_config, arguments = model_config_of(run, task, tokenizer)
     network: Any = call_function(own.name, "model", run.config) if own.is_function else None
@@ -99,9 +99,9 @@ def build_network(
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
         for part in (model_config, model_config.get_text_config()):
-            part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-        if model_config.is_encoder_decoder and (end := task(run.config).marks(tokenizer)[1]):
-            model_config.eos_token_id = end[0]  # by it the classifiers of Bart and T5 find theirs
+            part.pad_token_id = pad_token_id(tokenizer)  # classifiers find the last token of a row by it
+        if model_config.is_encoder_decoder and (end := task(run.config).special_tokens(tokenizer)[1]):
+            model_config.eos_token_id = end[0]  # those of Bart and T5 by this
     if own.is_function:
         return network
     factory = getattr(transformers, task.auto_class)
@@ -116,8 +116,8 @@ def build_network(
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
 
 
-def keep_cache(network: nn.Module, is_kept: bool) -> None:
-    """Switches the cache of keys and values in every part: generation needs it, an evaluation only fills memory."""
+def set_use_cache(network: nn.Module, is_kept: bool) -> None:
+    """Sets ``use_cache`` in every part: generation needs the cache of keys and values, an evaluation wastes memory."""
     for module in network.modules():  # the text model of a larger one has a configuration of its own
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig) and hasattr(config, "use_cache"):

@@ -47,7 +47,7 @@ def num_warmup_steps(total_steps: int, config: Optimization) -> int:
 
 
 def learning_rate_at(step: int, total_steps: int, config: Optimization) -> float:
-    """The learning rate of the optimizer step ``step`` (from 0): a pure function, so nothing of it needs saving."""
+    """The learning rate of optimizer step ``step`` (from 0): a pure function, so a checkpoint need not hold it."""
     warmup, peak = num_warmup_steps(total_steps, config), config.learning_rate
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -58,7 +58,8 @@ def learning_rate_at(step: int, total_steps: int, config: Optimization) -> float
         share = 0.5 * (1.0 - math.cos(math.pi * left / after_warmup))
     elif config.lr_scheduler == "linear":
         share = left / after_warmup
-    else:  # warmup_stable_decay
+    else:
+        assert config.lr_scheduler == "warmup_stable_decay", f"no rate is written for {config.lr_scheduler}"
         decay_steps = min(round(config.decay_ratio * total_steps), after_warmup)
         share = min(1.0, left / max(1, decay_steps))
     return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)

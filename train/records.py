@@ -142,30 +142,30 @@ class BatchArithmetic:
 
     micro_batch_size: int
     accumulation_steps: int
-    world_size: int  # ranks, or groups of them, that see different examples
+    dp_size: int  # ranks, or groups of them, that see different examples
 
     @property
     def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation_steps * self.world_size
+        return self.micro_batch_size * self.accumulation_steps * self.dp_size
 
 
-def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
+def arithmetic_of(config: Config, dp_size: int) -> BatchArithmetic:
     """The batch sizes of ``config`` completed, ``auto`` as 1; raises UsageError if they contradict each other."""
     optim = config.optimization
     size = 1 if optim.micro_batch_size == "auto" else optim.micro_batch_size
     accumulation, total = optim.gradient_accumulation_steps, optim.global_batch_size
     if total is None:
-        return BatchArithmetic(size, accumulation or 1, world_size)
-    steps, rest = divmod(total, size * world_size)
+        return BatchArithmetic(size, accumulation or 1, dp_size)
+    steps, rest = divmod(total, size * dp_size)
     if rest:
-        near = f"{total - rest} or {total - rest + size * world_size}" if steps else f"{size * world_size}"
-        other = "number of processes" if total % world_size else "micro_batch_size"
-        what = f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es)"
+        near = f"{total - rest} or {total - rest + size * dp_size}" if steps else f"{size * dp_size}"
+        other = "number of processes" if total % dp_size else "micro_batch_size"
+        what = f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {dp_size} process(es)"
         raise UsageError(f"{what}: {near} would be, or another {other}.")
     if accumulation not in (None, steps):
-        product = f"global_batch_size {total} = micro_batch_size {size} × {steps} × {world_size} process(es)"
+        product = f"global_batch_size {total} = micro_batch_size {size} × {steps} × {dp_size} process(es)"
         raise UsageError(f"gradient_accumulation_steps: {accumulation} contradicts {product}. Give one of the two.")
-    return BatchArithmetic(size, steps, world_size)
+    return BatchArithmetic(size, steps, dp_size)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.model import keep_cache
+from train.model import set_use_cache
 from train.records import UserError, exchange
 
 INDEX = "index.json"  # of a checkpoint: which block is where
@@ -113,9 +113,8 @@ class TrainingState:
                 if shape == like.shape:  # laid out as the parameter: fused kernels go through the memory of both
                     value = torch.empty_like(like, dtype=value.dtype, device="cpu").copy_(value)
             state.setdefault(name, {})[key] = value
-        numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
-        numbers = {id(parameter): number for number, parameter in numbered}
-        by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
+        numbers = {p: n for n, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+        by_number = {numbers[parameters[name]]: entries for name, entries in state.items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_number})
         for group, counted in zip(self.optimizer.param_groups, values.get("groups", ()), strict=False):
             group.update(counted)
@@ -163,7 +162,7 @@ class TrainingState:
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            keep_cache(model, True)  # off in training only
+            set_use_cache(model, True)  # off in training only
             dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
             first = {id(tensor): name for name, tensor in self.model_tensors().items()}
             for name, tensor in model.state_dict(keep_vars=True).items():  # a name that the class ties by hand

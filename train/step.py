@@ -22,7 +22,7 @@ Mark: TypeAlias = Callable[[str], object]  # told which phase of a step begins: 
 class Engine:
     """How a step computes gradients and uses them: here, as in accelerate's guide. Extras subclass it."""
 
-    copies = 1  # ranks that are handed the same examples
+    mp_size = 1  # ranks that get the same examples
     loss_share = 1.0  # the share of a rank's loss sum that counts: ranks that share tensors compute the same loss
 
     def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = lambda phase: None) -> None:
@@ -30,20 +30,16 @@ class Engine:
 
     @property
     def loss_factor(self) -> float:
-        """Undoes the averaging of gradients: by accelerate over micro-batches, by data parallelism over ranks."""
+        """Undoes gradient averaging: accelerate's over micro-batches, data parallelism's over ranks."""
         return self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
 
     def total(self, counts: Sequence[float]) -> list[int]:
         """(4,) ``counts`` of all ranks: targets, tokens, positions and stop requests of the global batch."""
         if self.accelerator.num_processes > 1:
             here = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)  # exact for counts
-            counts = (cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.copies).tolist()
-        # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+            counts = (cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.mp_size).tolist()
+        # Rounded up: if only some of the ranks that share examples were asked to stop, their sum is less than 1.
         return [math.ceil(total) for total in counts]
-
-    def any_stop(self, asked: bool) -> bool:
-        """Whether any rank was asked to stop."""
-        return self.total((0, 0, 0, asked))[3] > 0
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
         """This rank's part of a micro-batch whose sequences are divided among ranks; surrounds forward and backward."""
@@ -54,15 +50,15 @@ class Engine:
         self.accelerator.backward(loss * scale)
 
     def clip(self, model: nn.Module) -> float:
-        """Clips the gradient and returns its whole norm before that; here a step waits for the device."""
+        """Clips the gradient; returns its global norm before clipping. Only here a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
-        bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would make NaN of a norm of inf
+        bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would give inf / inf = NaN
         parameters = list(model.parameters())
         norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=float(optim.grad_norm_type))  # pyright: ignore
         if optim.max_grad_value is not None:
-            # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
+            # Not accelerate's, which rejects FSDP2 and would unscale the gradients a second time.
             nn.utils.clip_grad_value_(parameters, optim.max_grad_value)
-        return getattr(norm, "full_tensor", lambda: norm)().item()  # without it FSDP2's inf norm is of one shard
+        return getattr(norm, "full_tensor", lambda: norm)().item()  # else FSDP2's inf norm covers one shard
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         """Steps unless the norm is not finite; returns the norm, and whether the step was skipped."""
@@ -105,12 +101,12 @@ def optimizer_step(
             part = part.to(accelerator.device)
             loss = model(part.inputs, part.labels, num_targets=part.num_targets)
             mark("backward")
-            # A loss of inf may have finite gradients: 0 × inf makes them NaN, so that the norm refuses the step.
+            # An infinite loss can have finite gradients: 0 × inf makes them NaN, so the step is skipped.
             engine.backward(loss, scale + 0 * loss.detach())
-        # Nothing of the graph is held while the gradient is clipped and used.
-        loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
+        # The graph is released before clipping and the update.
+        loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # so nothing is allocated after the update
         del loss, part
-    # The gradient is whole now: its norm decides, alike on every rank, whether it may reach the weights.
+    # The gradient is complete: its norm, equal on all ranks, decides whether the step is skipped.
     mark("clip")
     norm = engine.clip(model)
     mark("optimizer")

@@ -222,6 +222,7 @@ def test_what_cannot_run_at_all_is_said_before_anything_runs(
     assert said in shown.err and not list(tmp_path.glob("*/baseline*"))
 
 
+@pytest.mark.slow
 def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
     toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
     words = command(tmp_path, "ablation", *toggles, "--seeds", 1, 2, "--target_loss", 0.001)

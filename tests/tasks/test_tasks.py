@@ -296,6 +296,13 @@ def test_final_cuts_at_the_side_that_the_task_does(task: str, side: str) -> None
     assert alone.truncation_side == side and alone.model_max_length == 8
 
 
+def test_final_pads_with_the_end_where_a_classifiers_tokenizer_has_no_padding() -> None:
+    tokenizer: Any = tokenizer_of("words", ["a b"])
+    tokenizer.pad_token = None
+    assert made("sequence_classification").stand_alone(tokenizer).pad_token == tokenizer.eos_token
+    assert made("causal_lm").stand_alone(tokenizer).pad_token is None
+
+
 def test_a_tokenizer_that_frames_as_the_task_does_keeps_its_way_with_pairs() -> None:
     base: Any = tokenizer_of("words", ["a b"])
     end = str(base.eos_token)
@@ -435,7 +442,7 @@ def test_a_trained_head_keeps_its_order_whatever_the_case_of_the_data(
 
 def test_marks_that_a_text_brings_are_not_written_twice() -> None:
     task, end = made("causal_lm"), int(BYTES.eos_token_id)  # pyright: ignore
-    (start,), (last,) = task.marks(BYTES)
+    (start,), (last,) = task.special_tokens(BYTES)
     assert (start, last) == (end, end)
     assert task.framed([5, 6], BYTES) == [end, 5, 6, end] == task.framed([end, 5, 6, end], BYTES)
     assert task.framed([5, end, 6], BYTES) == [end, 5, end, 6, end] and task.framed([], BYTES) == [end, end]

@@ -83,10 +83,8 @@ class Extra:
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
 
-    def change_caching(
-        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
-    ) -> Callable[[], Dataset]:
-        """``make``, which tokenises ``documents``, with a cache; ``made_by``: task, tokenizer, names of the classes."""
+    def change_caching(self, run: Run, make: Callable[..., Any], documents: Dataset, *by: Any) -> Callable[[], Dataset]:
+        """``make``, which tokenises ``documents``, with a cache; ``by``: by task, tokenizer, names of classes."""
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
@@ -117,9 +115,7 @@ class Extra:
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         """A way to save memory that can be switched on during a run: (description, function that does so)."""
 
-    def state(
-        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
-    ) -> TrainingState | None:
+    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
         """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
 
     # Seam 3: the step
@@ -144,7 +140,7 @@ class Extra:
     def ready(self, run: Run, parts: Parts) -> None:
         """Model, optimizer and batches are there; no step was made, no checkpoint restored."""
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:
         """The first step of this process comes next."""
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
@@ -268,7 +264,7 @@ def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     ours = yaml.safe_load(Path(__file__).with_name("familiar_flags.yaml").read_text(encoding="utf-8")).get(name, "")
     close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, 1, 0.62)
     more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
-    text = f"Did you mean {prefix}{close[0]}?" if close else more
+    text = ours if ours[-1:] == "." else f"Did you mean {prefix}{close[0]}?" if close else more
     if gone := missing():
         text += f" This copy of the template is without the extras {', '.join(gone)} and their options."
     return text
@@ -289,7 +285,7 @@ def check(config: Config, launch: Launch | None = None) -> None:
         raise UsageError("model_config needs train/extras/new_models/: give --model module:function, or a folder.")
     if "optimizers" in missing() and config.optimization.optimizer != "adamw":
         raise UsageError(f"optimizer: {config.optimization.optimizer} needs train/extras/optimizers/: use adamw.")
-    if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
+    if "parallelism" in missing() and (launch.mp_size > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():
         cls().check(config, launch)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from train.config import Config
-from train.model import keep_cache, logits_of
+from train.model import logits_of, set_use_cache
 from train.records import one_line
 from train.tasks import Task, cross_entropy, pad
 
@@ -126,7 +126,7 @@ def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator
         else:
             _check_size(model)
             small = boosted(copy.deepcopy(model).to("cpu", dtype))
-        keep_cache(small, False)  # as in a run
+        set_use_cache(small, False)  # as in a run
         yield small
 
 

@@ -78,7 +78,7 @@ class Extra(extras.Extra):
 
 def is_known(launch: Launch) -> bool:
     """Whether the memory of a step can be predicted: not a rank's share of a layer or a sequence, nor DeepSpeed's."""
-    return launch.copies == 1 and launch.engine != "deepspeed"
+    return launch.mp_size == 1 and launch.engine != "deepspeed"
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ, is_here: bool = True) -> None:

@@ -58,7 +58,7 @@ class MemorySession:
             sharding = OFFLOAD if run.launch.offloads and self._device.type != "cpu" else "fsdp2"
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused
         job = job_of(config, target_of(device), len(tokenizer), len(data.label_names), run.launch.world_size)
-        ids = (tokenizer.bos_token_id, *(data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
+        ids = (tokenizer.bos_token_id, *(data.task.special_tokens(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         job = replace(
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},

@@ -167,32 +167,32 @@ class Task:
             found = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
             yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
-    def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """The tokenizer's marks for the start and the end of a sequence, one each or none."""
+    def special_tokens(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """The tokenizer's special tokens for the start and the end of a sequence, one each or none."""
         instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
         kinds = ("cls", "bos", *instead), ("sep", "eos")
         start, end = ([getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds)
         return [i for i in start if isinstance(i, int)][:1], [i for i in end if isinstance(i, int)][:1]
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
-        """``ids`` between the marks, where a text has not written its own."""
-        start, end = self.marks(tokenizer)
+        """``ids`` between these special tokens, where a text has not written its own."""
+        start, end = self.special_tokens(tokenizer)
         return [*(start if ids[:1] != start else ()), *ids, *(end if ids[-1:] != end else ())]
 
     def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
-        """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model continues."""
-        made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
+        """A copy of ``tokenizer``, for ``final/``, that itself adds special tokens; no end where a model continues."""
+        made, (start, end) = copy.deepcopy(tokenizer), self.special_tokens(tokenizer)
         if not self.is_causal:
             is_left = "truncation" in self.encode_settings and self.data.truncation == "keep_tail"
-            made.model_max_length = self.data.max_length
+            made.model_max_length, made.pad_token = self.data.max_length, made.pad_token or made.eos_token
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
             end, plain = [] if self.is_causal else end, backend.encode("a", add_special_tokens=False).ids
             if backend.encode("a").ids != [*start, *plain, *end]:  # else its own does, and may know pairs, too
-                frame = [*(f"mark-{i}" for i in start), "$A", *(f"mark-{i}" for i in end)]
+                frame = [*(f"token-{i}" for i in start), "$A", *(f"token-{i}" for i in end)]
                 names = {i: [str(tokenizer.convert_ids_to_tokens(i))] for i in start + end}  # which may hold a colon
-                marks: Any = [{"id": f"mark-{i}", "ids": [i], "tokens": name} for i, name in names.items()]
-                backend.post_processor = TemplateProcessing(frame, special_tokens=marks)
+                tokens: Any = [{"id": f"token-{i}", "ids": [i], "tokens": name} for i, name in names.items()]
+                backend.post_processor = TemplateProcessing(frame, special_tokens=tokens)
         return made
 
     def room(self, tokenizer: Tokenizer) -> int:

@@ -11,7 +11,7 @@ from train import tasks
 
 
 class Task(tasks.Task):
-    """Each document is cut into windows; every token but the document's first mark is predicted exactly once."""
+    """Each document is cut into windows; every token but the document's first is predicted exactly once."""
 
     title = "causal language"
     is_causal = True

@@ -21,7 +21,7 @@ class Task(tasks.Task):
     example_columns = ("tokens", "special", "length", "vocab_size", "mask_id")
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
-        """Windows of at most ``max_length`` tokens, framed by the tokenizer's start and end marks."""
+        """Windows of at most ``max_length`` tokens, between the tokenizer's start and end tokens."""
         room = self.room(tokenizer)
         for first in range(0, len(ids), room):
             tokens = np.array(self.framed(ids[first : first + room], tokenizer), dtype=np.int32)

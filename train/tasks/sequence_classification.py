@@ -36,7 +36,7 @@ class Task(tasks.Task):
         return tuple(own.get(name.casefold(), name) for name in known) if fits else names
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
-        """The document as one example, with the tokenizer's start and end marks."""
+        """The document as one example, with the tokenizer's start and end tokens."""
         lost = max(0, len(ids) - (room := self.room(tokenizer)))
         head = {"keep_head": room, "keep_tail": 0}.get(self.data.truncation, (room + 1) // 2)
         tokens = np.array(self.framed(ids[:head] + ids[head + lost :] if lost else ids, tokenizer), dtype=np.int32)

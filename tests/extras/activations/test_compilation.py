@@ -75,11 +75,15 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
     assert compiler.frame_count == (4 if mode == MODES[1] else 2)
 
 
-BREAKS = {"packing": True}, {"tiled_mlp": True}, {"packing": True, "gradient_checkpointing_offload": True}
+BREAKS = [
+    pytest.param({"packing": True}, id="packed", marks=pytest.mark.slow),
+    pytest.param({"tiled_mlp": True}, id="tiled", marks=pytest.mark.slow),
+    pytest.param({"packing": True, "gradient_checkpointing_offload": True}, id="offloaded"),
+]
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("breaks", BREAKS, ids=["packed", "tiled", "offloaded"])
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks: dict[str, Any]) -> None:
     """Attention within documents and tiles are left out; torch would leave out all of a checkpoint around them."""
     plain, compiled = (built(LLAMA, gradient_checkpointing=kind, **breaks) for _ in range(2))

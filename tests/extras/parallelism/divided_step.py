@@ -75,7 +75,7 @@ def compared(run: Run, network: nn.Module) -> dict[str, float]:
     accelerator._models.clear()
     model, prepared = accelerator.prepare(with_loss, build_optimizer(run, network))
     engine = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))
-    assert engine.copies == 2
+    assert engine.mp_size == 2
     plain_optimizer, plain_norms, plain_losses = build_optimizer(run, reference), [], []
     norms, sums, stopped = [], [], False
     for window in ([batch([37, 20]), batch([9, 1])], [batch([30, 30]), batch([4])], [batch([5, 3])]):

@@ -83,7 +83,7 @@ def _step_on_a_rank(output: Path, rank: int) -> int:
             model.zero_grad()
             run.config = config.changed(max_grad_norm=max_grad_norm)
             engine = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))
-            assert (type(engine) is Engine) == (launch.engine == "ddp" and launch.copies == 1)
+            assert (type(engine) is Engine) == (launch.engine == "ddp" and launch.mp_size == 1)
             engine = way.engine(accelerator, run.config) if way else engine
             for examples in global_batches():
                 mine = examples[launch.dp_rank :: launch.dp_size]

@@ -109,7 +109,7 @@ def _config(**values: Any) -> Config:
 
 
 def _page(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
-    return page(_config(), CausalLM, summary, metrics)
+    return page(_config(), CausalLM, summary, metrics, None)
 
 
 @pytest.fixture(scope="module")

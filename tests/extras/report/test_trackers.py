@@ -114,7 +114,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monke
 def test_no_tracker_no_call():
     recorder = _Recorder([])
     run: Any = SimpleNamespace(accelerator=recorder, config=_config(), outputs=SimpleNamespace(bar=None))
-    report.Extra().starting(run, run)
+    report.Extra().before_training(run, run)
     _log(recorder, 9, {"a": 1})
     assert recorder.calls == []
 

@@ -53,7 +53,7 @@ class Extra(extras.Extra):
         extras.refuse(
             f"{launch} in the launch file",
             ("tiled_mlp: true", own.tiled_mlp and (is_deepspeed or launch.tp_size > 1), whole),
-            ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
+            ("compile: true", own.compile and (is_deepspeed or launch.mp_size > 1), untried),
         )
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:

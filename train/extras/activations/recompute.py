@@ -93,10 +93,8 @@ def layers_of(model: nn.Module) -> list[Any]:
         if not isinstance(layer, GradientCheckpointingLayer | Recomputed | torch.jit.ScriptModule):
             try:
                 layer.__class__ = _marked(type(layer))
-            except Exception as error:  # a class may do anything where another one derives from it
-                raise UserError(
-                    f"{type(layer).__name__} cannot be recomputed or compiled: {one_line(error)}."
-                ) from None
+            except Exception as why:  # a class may do anything where another one derives from it
+                raise UserError(f"{type(layer).__name__} cannot be recomputed or compiled: {one_line(why)}.") from None
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer | Recomputed)]
 
 

@@ -50,7 +50,7 @@ class Extra(extras.Extra):
         if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
             install = f"pip install -e '.[{own.adapter}]' (or pip install {' '.join(missing)})"
             raise UsageError(f"adapter: {own.adapter} needs {' and '.join(missing)}, not installed: {install}.")
-        if launch.engine not in engines or launch.copies > 1:
+        if launch.engine not in engines or launch.mp_size > 1:
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")
 
@@ -72,11 +72,9 @@ class Extra(extras.Extra):
 
             add_adapter(network, run, task.auto_class)
 
-    def state(
-        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
-    ) -> TrainingState | None:
+    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
         if "adapter" not in identity:  # a function's model that has adapters of its own is saved as peft does
             return None
         from train.extras.adapters.lora import AdapterState
 
-        return AdapterState(network, optimizer, identity, scaler)
+        return AdapterState(model, optimizer, identity, scaler)

@@ -94,7 +94,7 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
 
 def describe_batch(arithmetic: BatchArithmetic) -> str:
     """micro-batch × accumulation × ranks = global batch, in words."""
-    size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
+    size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
     examples, processes = f"{size} example{'s' * (size > 1)}", f"{ranks} process{'es' * (ranks > 1)}"
     made = f"{examples} per micro-batch × {arithmetic.accumulation_steps} accumulated × {processes}"
     return f"{made} = {arithmetic.global_batch_size} per step"

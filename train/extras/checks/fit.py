@@ -14,9 +14,9 @@ from train.tasks import Task
 
 
 def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
-    """Raises UserError when the tokenizer lacks a token that the task needs, or its marks leave no room for text."""
+    """Raises UserError if the tokenizer lacks a token that the task needs, or special tokens leave no room for text."""
     marks, length = len(task.framed([], tokenizer)), task.data.max_length
-    if not task.is_causal and length <= marks:  # a causal window is cut out of a document with its marks
+    if not task.is_causal and length <= marks:  # a causal window is cut out of a document with its special tokens
         why = f"{task.name} adds {marks} tokens for start and end"
         raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:

@@ -28,7 +28,7 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     launch, given = read_launch(environment), [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
     is_free = launch.engine == "deepspeed" or not given  # the other ranks see other examples
-    product = launch.copies if is_free else math.prod(sizes.values())
+    product = launch.mp_size if is_free else math.prod(sizes.values())
     if product < 1 or launch.world_size % product or not (is_free or product == launch.world_size):
         made = f"{', '.join(given)} make {product} processes, num_processes is {launch.world_size}"
         remedy = f"Change one of them, or give accelerate launch --num_processes {product}"

@@ -136,7 +136,7 @@ class Extra(extras.Extra):
         on_oom, is_alone, launch = run.config.of(Options).on_oom, run.launch.world_size == 1, run.launch
         own = run.accelerator.state.dynamo_plugin
         # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
-        why = f"{launch} cannot repeat a step" if launch.engine != "ddp" or launch.copies > 1 else None
+        why = f"{launch} cannot repeat a step" if launch.engine != "ddp" or launch.mp_size > 1 else None
         if why is None and type(engine) is not Engine:
             why = "another engine makes the step"
         if why is None and not is_alone and getattr(own, "backend", DynamoBackend.NO) != DynamoBackend.NO:
@@ -214,7 +214,7 @@ class Extra(extras.Extra):
         self._is_trained = True
         refuse_nonfinite(run, state, progress)
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:
         self._has_begun = True
 
     def stopped(self, run: Run, step: int | None) -> None:

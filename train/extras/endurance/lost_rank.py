@@ -98,18 +98,16 @@ def _answer(question: Callable[[], T], seconds: float) -> T:
 class RankWatch:
     """Watches, while its context is open, whether all ranks are there; not for a process that is alone.
 
-    A rank may say nothing for ``timeout_seconds``. When one is lost, ``tell`` shows a message that ends with the
+    A rank may say nothing for ``seconds``. When one is lost, ``tell`` shows a message that ends with the
     ``remedy``: on one of all ranks, or on one of each host if the store itself is gone.
     """
 
-    def __init__(
-        self, launch: Launch, timeout_seconds: float, remedy: Callable[[], str], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, launch: Launch, seconds: float, remedy: Callable[[], str], tell: Callable[[str], None]) -> None:
         self._rank, self._ranks = launch.rank, range(launch.world_size)
         self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
         self._address, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
-        self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
+        self._timeout_seconds, self._remedy, self._tell = seconds, remedy, tell
         self._store: Store | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
         self._lock, self._thread = threading.Lock(), threading.Thread(target=self._watch, daemon=True)

@@ -16,9 +16,7 @@ class Options:
     """What the gradient tells."""
 
     gradient_health: bool = option(False, "Measure gradients and activations by layer, and name illnesses.")
-    gradient_health_every_steps: int = option(
-        50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1, needs="gradient_health"
-    )
+    gradient_health_every_steps: int = option(50, "Every n steps, and at 1, 2, 4, ...", ge=1, needs="gradient_health")
     gradient_noise_scale: bool = option(False, "Log up to which size larger batches pay off; needs accumulation.")
 
 
@@ -35,7 +33,7 @@ class Extra(extras.Extra):
             extras.refuse("gradient_health", (f"{launch} in the launch file", hidden, needed), no_whole)
         if own.gradient_noise_scale:
             is_auto = config.optimization.micro_batch_size == "auto"
-            is_whole = launch.engine == "ddp" and launch.copies == 1
+            is_whole = launch.engine == "ddp" and launch.mp_size == 1
             accumulated = arithmetic_of(config, launch.world_size).accumulation_steps
             is_one = accumulated == 1 and not config.get("max_tokens_per_micro_batch")
             two = "it compares the first micro-batch with the whole step. Give gradient_accumulation_steps: 2 or more"
@@ -53,13 +51,13 @@ class Extra(extras.Extra):
 
             self._health = Health(run, parts.state.model, own.gradient_health_every_steps)
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:
         if self._health is not None:
             self._health.recall()
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
-            self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
+            self._noise = NoiseScale(parts.model, parts.batches.arithmetic.dp_size)
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         if step and self._noise is not None:

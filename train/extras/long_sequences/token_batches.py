@@ -18,7 +18,7 @@ class TokenRounds(Rounds):
 
     def describe(self, arithmetic: BatchArithmetic) -> str:
         made = f"{arithmetic.global_batch_size} per step, in micro-batches of up to {self.max_tokens:,} tokens"
-        return f"{made} on {arithmetic.world_size} process{'es' * (arithmetic.world_size > 1)}"
+        return f"{made} on {arithmetic.dp_size} process{'es' * (arithmetic.dp_size > 1)}"
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
@@ -26,7 +26,7 @@ class TokenRounds(Rounds):
         The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where
         the lists do not divide, those of most examples are halved.
         """
-        order, world_size = np.argsort([-int(length) for length in lengths], kind="stable"), arithmetic.world_size
+        order, world_size = np.argsort([-int(length) for length in lengths], kind="stable"), arithmetic.dp_size
         parts: list[list[int]] = []
         width = 0
         for i in order:
@@ -44,7 +44,7 @@ class TokenRounds(Rounds):
         """The micro-batch of most positions, padding included, and that of most pairs of them if it is another one."""
         order = np.argsort(-lengths, kind="stable")
         widths = lengths[order]
-        most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
+        most = arithmetic.global_batch_size - arithmetic.dp_size + 1  # the other ranks have one each
         sizes = np.minimum(np.minimum(self.max_tokens // widths, most), np.arange(len(order), 0, -1))
         firsts = dict.fromkeys(int(np.argmax(sizes * widths**power)) for power in (1, 2))  # attention may keep pairs
         return [with_padding(order[i : i + int(sizes[i])].tolist(), lengths) for i in firsts]

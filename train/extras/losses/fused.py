@@ -99,15 +99,13 @@ def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective =
     """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
     if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
         hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
-    return _sum(partial(liger_cross_entropy, objective=objective), hidden, weight, *rest, **options)
+    return _sum(partial(liger_cross_entropy, how=objective), hidden, weight, *rest, **options)
 
 
-def liger_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
-) -> Tensor:
+def liger_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: Objective) -> Tensor:
     """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
-    terms = {"lse_square_scale": objective.z_loss, "label_smoothing": objective.label_smoothing}
+    terms = {"lse_square_scale": how.z_loss, "label_smoothing": how.label_smoothing}
     exact = {"ignore_index": IGNORE, "reduction": "sum", "accum_dtype": torch.float32}
     return LigerFusedLinearCrossEntropyLoss(**terms, **exact)(weight, hidden, labels, bias)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
 from train.extras.weightless import inputs_on_trial, obstacle_on_trial
-from train.model import ModelWithLoss, balanced, logits_of
+from train.model import ModelWithLoss, logits_of, with_aux_loss
 from train.records import UserError
 from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
@@ -59,7 +59,7 @@ class LossInHead:
         summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
         with patch.object(_asked, "answer", score if scored else summed, create=True):
             output = model.model(**inputs)
-        return kept[-1] if scored else balanced(logits_of(output), output, labels, model.model)
+        return kept[-1] if scored else with_aux_loss(logits_of(output), output, labels, model.model)
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:

@@ -41,7 +41,7 @@ class Extra(extras.Extra):
         self._order, self._used = 0, dict[int, None]()  # of all micro-batches, and of this one
 
     def check(self, config: Config, launch: Launch) -> None:
-        if launch.copies > 1:
+        if launch.mp_size > 1:
             without = "leave packing out, or use ddp.yaml or fsdp2.yaml"
             extras.refuse(f"{launch} in the launch file", ("packing", bool(config.get("packing")), without))
             (_check_tensors if launch.tp_size > 1 else _check_sequences)(config, launch)
@@ -80,23 +80,21 @@ class Extra(extras.Extra):
 
             _expect_unused(run, model, longest_of(self._batches)[0])
 
-    def state(
-        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
-    ) -> TrainingState | None:
+    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
         from train.extras.parallelism.deepspeed_engine import DeepSpeedState
 
-        return DeepSpeedState(network, optimizer, identity)
+        return DeepSpeedState(model, optimizer, identity)
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if (kind := _kind(run.launch)) is None:
             return engine
         divided = kind(engine.accelerator, engine.config, engine.mark)
-        divided.copies, divided.loss_share = run.launch.copies, 1 / run.launch.tp_size
+        divided.mp_size, divided.loss_share = run.launch.mp_size, 1 / run.launch.tp_size
         return divided
 
-    def starting(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:
         """Notes which modules each micro-batch uses, where ranks that use different ones hand each other wrong parts.
 
         Not inside compiled layers, which each note would divide.
@@ -186,7 +184,7 @@ def _check_sequences(config: Config, launch: Launch) -> None:
     is_other = attention == "eager" if is_ulysses else attention not in (None, "sdpa")
     fixed_rows = "give micro_batch_size instead: exchanges need a fixed number of rows"
     extras.refuse(
-        f"parallelism_config_{name}_size: {launch.copies} in the launch file",
+        f"parallelism_config_{name}_size: {launch.mp_size} in the launch file",
         (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
         (f"task: {task}", not load_task(task).is_causal, a_causal_task),
         (f"attn_implementation: {attention}", is_other, "use sdpa"),

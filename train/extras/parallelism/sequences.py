@@ -159,14 +159,14 @@ class Ulysses(DeepSpeed):
     @property
     def loss_factor(self) -> float:
         """Stage 3 divides the sum of gradients by all ranks; stage 2 counts ranks that share a sequence as one."""
-        return self.accelerator.num_processes // (1 if self.engine.zero_optimization_stage() == 3 else self.copies)
+        return self.accelerator.num_processes // (1 if self.engine.zero_optimization_stage() == 3 else self.mp_size)
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
         """This rank's stretch of every sequence; the whole batch in evaluation, where nothing is exchanged."""
         if not self.engine.module.training:
             return nullcontext(micro_batch)
-        rank, num_rows = self.accelerator.process_index % self.copies, self.engine.train_micro_batch_size_per_gpu()
-        return nullcontext(part_of_sequences(micro_batch, rank, self.copies, num_rows))
+        rank, num_rows = self.accelerator.process_index % self.mp_size, self.engine.train_micro_batch_size_per_gpu()
+        return nullcontext(part_of_sequences(micro_batch, rank, self.mp_size, num_rows))
 
 
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:

@@ -60,7 +60,7 @@ class TensorParallel(Engine):
     @property
     def loss_factor(self) -> float:
         """Undoes averages over micro-batches and data parallelism; ranks with the same examples average nothing."""
-        return super().loss_factor / self.copies
+        return super().loss_factor / self.mp_size
 
 
 def plan_of(model: Any, ranks: int) -> dict[str, str]:

@@ -92,12 +92,10 @@ class Extra(extras.Extra):
 
         return tokenizer_for(spec, corpus)
 
-    def change_caching(
-        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
-    ) -> Callable[[], Dataset]:
+    def change_caching(self, run: Run, make: Callable[..., Any], documents: Dataset, *by: Any) -> Callable[[], Dataset]:
         from train.extras.cache import examples_cache, intact
 
-        fingerprint, cache = examples_cache(documents, *made_by)
+        fingerprint, cache = examples_cache(documents, *by)
         make = partial(make, new_fingerprint=fingerprint, keep_in_memory=False)
         if not documents.cache_files:  # what is in memory stays there
             return make

@@ -21,15 +21,13 @@ CSS = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
-def page(
-    config: Config, task: type[Task], summary: Mapping[str, Any], metrics: Sequence[Row], sample: str | None = None
-) -> str:
+def page(config: Config, task: type[Task], summary: Mapping[str, Any], rows: Sequence[Row], sample: str | None) -> str:
     """One page that needs no other file; everything that comes from the run is escaped, everything missing left out.
 
-    ``summary`` is as in ``summary.json``, ``metrics`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
+    ``summary`` is as in ``summary.json``, ``rows`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
     """
-    data = {row["split"]: row.get("data") for row in metrics if row["kind"] == "evaluation"}  # of the last
-    metrics = [row for row in metrics if "split" not in row or row.get("data") in (None, data.get(row["split"]))]
+    data = {row["split"]: row.get("data") for row in rows if row["kind"] == "evaluation"}  # of the last
+    metrics = [row for row in rows if "split" not in row or row.get("data") in (None, data.get(row["split"]))]
     latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]

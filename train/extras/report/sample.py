@@ -31,7 +31,7 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     if not (ids := next(task.token_ids([text], tokenizer))[: min(64, max_length // 2)]):
         return None
     model.eval()
-    prompt = torch.tensor([[*task.marks(tokenizer)[0], *ids]], device=model.device)
+    prompt = torch.tensor([[*task.special_tokens(tokenizer)[0], *ids]], device=model.device)
     torch.manual_seed(run.config.optimization.seed)
     drawing = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": pad_token_id(tokenizer)}
     room, seen = min(160, max_length - prompt.shape[1]), torch.ones_like(prompt)

@@ -33,9 +33,7 @@ class Options:
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
     greater_is_better: bool | None = option(None, "Default: the task's, or not for losses, errors and perplexity.")
     load_best_model_at_end: bool = with_eval(False, "final/ holds the best evaluated weights instead of the last.")
-    early_stopping_patience: int | None = with_eval(
-        None, "Stop after this many evaluations without a better one.", ge=1
-    )
+    early_stopping_patience: int | None = with_eval(None, "Stop after so many evaluations without a better one.", ge=1)
 
 
 class Extra(extras.Extra):
