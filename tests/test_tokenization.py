@@ -107,6 +107,8 @@ def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> N
 
     tokenizer_of("train:300", texts())
     assert len(read) == 4
+    learned = tokenizer_of("train:300", ["the " * 2**18 + "zq" * 5000]).get_vocab()  # of one text, too
+    assert "the" in learned and not any("zq" in piece for piece in learned)
 
 
 def test_words_splits_at_spaces_and_knows_unknown_words() -> None:

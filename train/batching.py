@@ -1,7 +1,7 @@
 """Which examples each optimizer step sees, and how they form micro-batches: a pure function of (seed, epoch, step).
 
 The world size, the number of workers and earlier stops change only where an example is computed, never in which step.
-Within one step examples are grouped by length: the gradient of a step is a sum, so that only saves padding.
+Within a step examples are grouped by length: the gradient is a sum, so this only affects padding.
 """
 
 import itertools
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from train.records import IGNORE, BatchArithmetic, MicroBatch, column
@@ -84,21 +84,19 @@ class Batches:
             yield list(itertools.islice(batches, len(id_lists)))
 
 
-def load(
-    examples: datasets.Dataset, loading: Loading, id_lists: Iterable[list[int]], seed: Sequence[int]
-) -> Iterator[MicroBatch]:
+def load(examples: Dataset, loading: Loading, ids: Iterable[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; an empty list gives one without targets: ranks stay in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
     loader: Any = partial(DataLoader, fetch, batch_size=None, **options)
-    return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
+    return loading.deliver(loader, ids) if loading.deliver else iter(loader(sampler=ids))
 
 
 @dataclass(frozen=True)
 class _Fetch:
     """A dataset whose indices are lists of ids, and whose items are micro-batches."""
 
-    table: datasets.Dataset
+    table: Dataset
     collate: Collate
     seed: Sequence[int]
 

@@ -175,7 +175,7 @@ def test_what_was_reserved_stays_when_less_is_in_use() -> None:
 
 
 def test_expandable_segments_grow_by_pages_and_serve_from_the_free_tail() -> None:
-    allocator = allocated(30 * MIB, expandable_segments=True)
+    allocator = allocated(30 * MIB, grows=True)
     assert (allocator.reserved_bytes, num_segments(allocator)) == (40 * MIB, 1)
     allocator.allocate(1, 25 * MIB)  # 10 MiB of the tail and one more page
     assert (allocator.reserved_bytes, num_segments(allocator)) == (60 * MIB, 1)
@@ -185,12 +185,12 @@ def test_expandable_segments_grow_by_pages_and_serve_from_the_free_tail() -> Non
 
 
 def test_expandable_segments_split_off_512_bytes_of_large_blocks_too() -> None:
-    assert allocated(20 * MIB - 512, expandable_segments=True).allocated_bytes == 20 * MIB - 512
+    assert allocated(20 * MIB - 512, grows=True).allocated_bytes == 20 * MIB - 512
 
 
 def test_expandable_segments_keep_the_block_that_can_grow_for_last() -> None:
     # Free: a hole of 12 MiB, and a tail of 11 MiB that fits better but can grow.
-    allocator = allocated(12 * MIB, 17 * MIB, expandable_segments=True)
+    allocator = allocated(12 * MIB, 17 * MIB, grows=True)
     allocator.free(0)
     hole, _, tail = blocks(allocator)
     assert (hole.size, tail.size) == (12 * MIB, 11 * MIB)
@@ -202,7 +202,7 @@ def test_expandable_segments_keep_the_block_that_can_grow_for_last() -> None:
 def test_expandable_segments_avoid_the_fragmentation_of_growing_sizes() -> None:
     trace = [(i, sign * (20 + 2 * i) * MIB) for i in range(20) for sign in (1, -1)]
     assert replay(trace).reserved_bytes == sum(20 + 2 * i for i in range(20)) * MIB
-    assert replay(trace, expandable_segments=True).reserved_bytes == 60 * MIB
+    assert replay(trace, grows=True).reserved_bytes == 60 * MIB
 
 
 # From 0 to 60, 60 to 65 and 65 to 155 MiB, in pages of 20; the first is freed, and 70 MiB fit nowhere but at the end.
@@ -210,16 +210,16 @@ FULL = [(0, 60 * MIB), (1, 5 * MIB), (2, 90 * MIB), (0, -60 * MIB), (3, 70 * MIB
 
 
 def test_a_full_device_gets_back_the_pages_without_a_live_block() -> None:
-    assert replay(FULL, expandable_segments=True).reserved_bytes == 240 * MIB
-    allocator = replay(FULL, expandable_segments=True, limit_bytes=180 * MIB)  # pages 0 to 2 went, 8 to 11 came
+    assert replay(FULL, grows=True).reserved_bytes == 240 * MIB
+    allocator = replay(FULL, grows=True, limit_bytes=180 * MIB)  # pages 0 to 2 went, 8 to 11 came
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (165 * MIB, 180 * MIB)
     with pytest.raises(MemoryError):
-        replay(FULL, expandable_segments=True, limit_bytes=180 * MIB - 1)
+        replay(FULL, grows=True, limit_bytes=180 * MIB - 1)
     assert least_reserved_bytes(FULL, 165 * MIB, 240 * MIB) - 180 * MIB in range(20 * MIB)
 
 
 def test_pages_that_were_given_back_are_filled_again_the_lowest_first() -> None:
-    allocator = replay(FULL, expandable_segments=True, limit_bytes=180 * MIB)
+    allocator = replay(FULL, grows=True, limit_bytes=180 * MIB)
     allocator.limit_bytes = 240 * MIB
     allocator.allocate(4, 30 * MIB)  # in pages 0 and 1
     assert (blocks(allocator)[0], allocator.reserved_bytes) == (Block(0, 30 * MIB, True), 220 * MIB)
@@ -233,7 +233,7 @@ def test_pages_that_were_given_back_are_filled_again_the_lowest_first() -> None:
 @pytest.mark.parametrize("first", [2, 3])
 def test_a_block_next_to_a_hole_counts_as_long_as_it_can_grow(first: int) -> None:
     # From 0 to 5, 5 to 20, 20 to 40, 40 to 60, 60 to 82, 82 to 120 and 120 to 140 MiB.
-    allocator = allocated(*(size * MIB for size in (5, 15, 20, 20, 22, 38, 20)), expandable_segments=True)
+    allocator = allocated(*(size * MIB for size in (5, 15, 20, 20, 22, 38, 20)), grows=True)
     allocator.limit_bytes = 160 * MIB
     allocator.free(first)
     allocator.allocate(7, 30 * MIB)  # its page is given back

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from train.checkpoint import digest
 from train.figures import FULL, write_whole
 from train.records import UserError
-from train.tasks import Task
+from train.tasks import BYTES_AT_ONCE, Task
 
-ROWS_AT_ONCE = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
+ROWS_AT_ONCE = 64  # that are read: documents can be megabytes each
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 SECONDS_UNTIL_TOLD = 5.0  # that it waits for another process
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
@@ -40,9 +40,13 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, made_
 
     def make() -> Dataset:
         if not Path(path).exists():
-            with ArrowWriter(features=features, path=path, writer_batch_size=ROWS_AT_ONCE) as writer:
+            size = 0  # of rows that wait; each batch of rows costs whoever opens the file a kilobyte or more
+            with ArrowWriter(features=features, path=path, writer_batch_size=1000) as writer:
                 for row in tqdm(generator(**key), desc="Reading", unit=" rows"):
                     writer.write(row)
+                    size += row.get("length", 0) + sum(len(v) for v in row.values() if hasattr(v, "__len__"))
+                    if size > BYTES_AT_ONCE:
+                        size = writer.write_examples_on_file() or 0
                 writer.finalize()
         found = Dataset.from_file(path)
         found._fingerprint = fingerprint

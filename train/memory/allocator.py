@@ -153,14 +153,12 @@ class CachingAllocator:
             pool.add(address, size)
 
 
-def replay(
-    trace: Iterable[tuple[int, int]], expandable_segments: bool = False, limit_bytes: float = math.inf
-) -> CachingAllocator:
+def replay(trace: Iterable[tuple[int, int]], grows: bool = False, limit_bytes: float = math.inf) -> CachingAllocator:
     """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back.
 
-    Raises MemoryError if ``limit_bytes`` are too few.
+    If it ``grows``, its segments are expandable. Raises MemoryError if ``limit_bytes`` are too few.
     """
-    allocator = CachingAllocator(expandable_segments, limit_bytes)
+    allocator = CachingAllocator(grows, limit_bytes)
     for key, change_bytes in trace:
         if change_bytes < 0:
             allocator.free(key)

@@ -268,9 +268,7 @@ class Question:
         """Ways to divide the work that may be chosen, the one that communicates least first."""
         if self.sharding is not None:
             return (self.sharding,)
-        if self.world_size == 1:
-            return ("none",)
-        return ("ddp",) if self.needs_whole_weights else ("ddp", "fsdp2")
+        return ("none",) if self.world_size == 1 else ("ddp",) if self.needs_whole_weights else ("ddp", "fsdp2")
 
     @property
     def needs_whole_weights(self) -> bool:

@@ -25,7 +25,7 @@ class Task(tasks.Task):
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """In the order of a classifier that has them, in upper or lower case, or of the dataset; else by value."""
-        labels, architecture = set(map(str, corpus.splits["train"]["label"])), self.config.architecture
+        labels, architecture = set(map(str, corpus.splits["train"]["label"][:])), self.config.architecture
         names = corpus.classes if labels.issubset(corpus.classes) else tuple(sorted(labels, key=_place))
         if architecture.model is None or architecture.is_function:
             return names

@@ -203,6 +203,16 @@ def test_without_matplotlib_a_page_says_what_it_would_draw(monkeypatch: pytest.M
     assert "Not drawn" in outline.text and "svg" not in outline.tags
 
 
+def test_thousands_of_evaluations_are_thinned_and_the_last_is_there() -> None:
+    rows = [{"kind": "evaluation", "split": "validation", "step": n, "loss": 1 / n} for n in range(1, 4001)]
+    html = _page({}, rows)
+    table = html.partition("<h2>Evaluations</h2>")[2]
+    steps = [int(step) for step in re.findall(r"<tr><td>validation</td><td>(\d+)</td>", table.replace(",", ""))]
+    assert steps == list(range(40, 4001, 40)) and "One of 40 is shown; metrics.jsonl has all 4,000." in table
+    (chart,) = charts(rows, {})
+    assert chart.svg.count("<use ") < 100
+
+
 def test_the_gradient_chart_marks_threshold_and_skipped_steps():
     chart = next(chart for chart in charts(METRICS, SUMMARY) if chart.title == "Gradient norm")
     assert "clipped to 1" in chart.svg and "not finite, skipped (1)" in chart.svg

@@ -21,7 +21,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
 
     Raises UserError for them otherwise, and for a training split of fewer than two labels or of measurements.
     """
-    labels = Counter(map(str, corpus.splits["train"]["label"]))
+    labels = Counter(map(str, corpus.splits["train"]["label"][:]))
     what = f"column {task.config.get('label_column', 'label')!r}"
     if len(labels) < 2:
         only = f"the training split has only the label {', '.join(map(repr, labels))} in {what}"
@@ -33,7 +33,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
         remedy = "Group them, or write a task of your own (docs/forking.md)"
         raise UserError(f"{corpus.name}: {most}: {task.name} needs classes. {remedy}.")
     for split, documents in corpus.splits.items():
-        if not all(is_known := [number is not None for number in task.classes_of(documents["label"], names)]):
+        if not all(is_known := [number is not None for number in task.classes_of(documents["label"][:], names)]):
             first = documents[number := is_known.index(False)]
             place = first.get("source", f"document {number}")
             where = f"{place}: label {first['label']!r} does not occur in the training split"

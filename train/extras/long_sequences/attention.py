@@ -150,9 +150,7 @@ def _kernels_share_heads(query: Tensor, dropout: float = 0.0) -> bool:
 
 
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
-def _attend_within(
-    module: nn.Module, tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]
-) -> Tensor:
+def _attend_within(module: nn.Module, tensors: Tensors, documents: Documents, window: int | None, how: Any) -> Tensor:
     """(B, S, H, D) attention within documents; ``how``: what :func:`attend_rows` is told."""
     window = None if window is None or window >= documents.longest else window
     if how["dropout"] == 0.0 and _suits_flash(tensors[0], tensors[2]):

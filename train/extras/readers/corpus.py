@@ -213,7 +213,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     order = np.random.default_rng(0).permutation(len(documents))
     count = min(max(round(len(documents) * fraction), 1), len(documents) - 1)
     if data.labelled:
-        labels = list(map(str, documents["label"]))
+        labels = list(map(str, documents["label"][:]))
         last = {labels[p]: p for p in order}
         if 2 * len(last) <= len(labels) or not all(re.fullmatch(r"[-+.\deE]*\d", label) for label in last):
             order = np.array([p for p in order if last[labels[p]] != p], dtype=int)

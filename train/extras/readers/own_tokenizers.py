@@ -96,8 +96,9 @@ def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTo
 
 
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        num_bytes -= len(text.encode())
+    pieces = (text[start : start + 2**20] for text in texts for start in range(0, len(text), 2**20))
+    for piece in pieces:  # of one text, too: a trainer takes a hundred times its size
+        yield piece
+        num_bytes -= len(piece.encode())
         if num_bytes < 0:
             return
