@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from train.records import IGNORE, Evaluation, MicroBatch, Parts, Run, StopAtOnce, UserError, exchange
 
+NOT_SUMMED = [0, 4, 5]  # columns of the rows that score gives: example, prediction, reference
+
 
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
     """Metrics of one pass over ``split``, the same on every rank.
@@ -29,7 +31,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
         everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64)
         _, first = np.unique(everyone[:, 0], return_index=True)
         table = np.add.reduceat(everyone, first)
-        table[:, [0, 4, 5]] = everyone[first][:, [0, 4, 5]]  # these do not add up
+        table[:, NOT_SUMMED] = everyone[first][:, NOT_SUMMED]
         metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
         metrics |= run.extras.merged("metrics", run, data, split, table)  # which may generate, without dropout
         return Evaluation(split, step, metrics, time.perf_counter() - started)

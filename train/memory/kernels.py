@@ -287,16 +287,14 @@ def library_losses(capability: tuple[int, int], costs: Costs) -> Iterator[None]:
 
     with (
         patched(fused, "cut_cross_entropy", cce),
-        patched(fused, "liger_cross_entropy", lambda *t, objective: _Liger.apply(*t[:3], capability, costs)),
+        patched(fused, "liger_cross_entropy", lambda *t, how: _Liger.apply(*t[:3], capability, costs)),
     ):
         yield
 
 
 class _Liger(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, capability: tuple[int, int], costs: Costs
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, capability: Any, costs: Costs) -> Tensor:
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight and of_hidden else None
