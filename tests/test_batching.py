@@ -220,6 +220,13 @@ def test_a_step_groups_examples_by_length_the_longest_first() -> None:
     assert parts == [[[11, 14], [16, 13]], [[10, 15], [12]]]
 
 
+def test_examples_of_one_length_keep_their_order() -> None:
+    """On any processor, with any numpy: a run that is resumed elsewhere makes the same micro-batches."""
+    order = list(range(500))
+    parts = Rounds().form(order, [3, 5] * 250, BatchArithmetic(500, 1, 1))
+    assert parts == [[[*order[1::2], *order[::2]]]]
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 11, 12])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_sizes_within_a_step_differ_by_one_at_most(count: int, world: int) -> None:

@@ -89,6 +89,18 @@ def test_a_silent_rank_writes_nothing(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_validation_is_kept_if_its_checkpoint_knows_of_it(tmp_path: Path, is_known: bool):
+    """Else it is made again, and would stand in the log twice."""
+    log = _log(tmp_path, [1, 2])
+    for split in ("validation", "test"):
+        append_row(log, "evaluation", 2, {"split": split})
+    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    run.outputs.is_main = True
+    run.outputs.keep_log(Progress(step=2, evaluated_step=2 if is_known else 1))
+    assert [row.get("split", row["kind"]) for row in read_metrics(log)] == ["train"] * 2 + ["validation"] * is_known
+
+
 def test_keep_drops_later_steps_and_the_log_continues(tmp_path: Path):
     log = _log(tmp_path, [1, 2, 3, 4])
     _keep(log, 2)

@@ -66,6 +66,22 @@ def test_on_cuda_whoever_knows_the_lost_rank_speaks_before_the_watchdog(monkeypa
     assert distributed_c10d._get_default_timeout(distributed_c10d.Backend.NCCL).total_seconds() == 90  # pyright: ignore
 
 
+@pytest.mark.parametrize(
+    ("precision", "types"),
+    [("bf16", (torch.bfloat16, torch.float32)), ("fp16", (torch.float16, torch.float32)), ("no", (None, None))],
+)
+def test_fsdp2_sums_gradients_in_fp32_and_no_library_leaves_weights_empty(
+    precision: str, types: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", None)  # put back afterwards
+    for name, value in (("FSDP_VERSION", "2"), ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")):
+        monkeypatch.setenv(name, value)
+    launch = Launch(world_size=2, engine="fsdp2", precision=precision)
+    policy = accelerator_options(launch, torch.device("cpu"))["fsdp_plugin"].mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == types
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+
+
 @pytest.mark.slow
 def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:
     command = [*ACCELERATE_LAUNCH, "--cpu", "--num_processes", "2", "--quiet", "train/main.py", "--output_dir"]

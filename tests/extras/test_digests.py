@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 
-from train.extras.cache import examples_digest
+from train.extras.cache import code_digest, examples_digest
 
 ROWS: list[dict[str, Any]] = [
     {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},
@@ -60,6 +62,18 @@ def test_one_token_among_thousands_counts_in_lists_of_any_kind(kind: Any) -> Non
 def test_lists_that_are_missing_count() -> None:
     found = [examples_digest(datasets.Dataset.from_list([{"ids": [1]}, {"ids": ids}])) for ids in (None, [], [2])]
     assert len({found[0], found[2]}) == len({found[1], found[2]}) == 2
+
+
+def test_code_is_told_apart_by_its_files_and_what_has_none_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, found = tmp_path / "told_apart.py", set[str]()
+    monkeypatch.setitem(sys.modules, "told_apart", SimpleNamespace(__file__=str(path)))
+    for code in ("1", "2"):
+        path.write_text(code)
+        found |= {code_digest("told_apart"), code_digest(str(path))}
+    assert len(found) == 2  # by name as by path
+    assert code_digest("no file") != code_digest("another")
 
 
 def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:

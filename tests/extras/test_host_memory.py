@@ -40,6 +40,7 @@ def test_machine_without_groups_gives_each_process_its_share(tmp_path: Path) -> 
     root = machine(tmp_path, "", {})
     assert free_host_bytes(root, {}) == 8 * GIB
     assert free_host_bytes(root, {"LOCAL_WORLD_SIZE": "4"}) == 2 * GIB
+    assert free_host_bytes(tmp_path / "as on a Mac", {}) == 8 * GIB
 
 
 @pytest.mark.parametrize(("limit", "free_gib"), [(6 * GIB, 3), ("max", 8)])
@@ -69,6 +70,13 @@ def test_page_locked_memory_is_of_the_size_asked_for_and_unlocked_when_it_goes(m
     assert (buffer.dtype, buffer.shape) == (torch.uint8, (5_000_001,))
     del buffer
     assert driver.places == set()
+
+
+def test_another_accelerator_locks_memory_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **how: asked.append(pin_memory) or empty(*a, **how))
+    assert (page_locked(100).shape, asked) == ((100,), [True])
 
 
 def test_ordinary_memory_serves_where_the_driver_locks_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from faults.processes import Fault, run, started
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, log_of, write_recipe
 
 from train.checkpoint import verify
-from train.extras.endurance.signals import SECONDS_OF_ONE_INTERRUPT
+from train.extras.endurance.signals import NUMBERS, SECONDS_OF_ONE_INTERRUPT, Signals
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
 
 STEPS = 6
@@ -68,6 +68,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
         made[ranks] = folder / "run"
     return made
+
+
+def test_handlers_are_given_back_but_one_who_was_asked_to_stop_is_not_ended_by_being_asked_again() -> None:
+    """As in a notebook, whose own handlers interrupt a cell."""
+    before, stop = [signal.getsignal(number) for number in NUMBERS], list[str]()
+    with Signals(stop).listening():
+        assert signal.getsignal(signal.SIGINT) not in before
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+    with Signals(stop).listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) in before
 
 
 @pytest.mark.parametrize(

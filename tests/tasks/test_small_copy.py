@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+import train.extras.small_copy
 from train.config import Config
 from train.extras.long_sequences.attention import obstacle_to_documents
 from train.extras.small_copy import obstacle_to_batches, obstacle_to_task, small_copy, tried_on_small_copies
@@ -209,6 +211,50 @@ def test_a_small_copy_has_every_kind_of_layer(model_type: str, kinds: set[str]) 
         assert getattr(config, "sliding_window", 3) <= 3  # else a window would hide nothing from so few tokens
         assert {p.dtype for p in small.parameters()} == {torch.float32}
         assert not small.training
+
+
+class Blurred(Mean):
+    """Each token takes from all others, padding too; it has no loss of its own."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.embed(input_ids) + self.embed(input_ids).mean(1, keepdim=True))
+
+
+def test_padding_is_tried_although_a_module_of_ones_own_has_no_loss() -> None:
+    assert "padding changes its results" in str(checked(Blurred(outputs=300), masked_lm.Task))
+    assert checked(Mean(outputs=300, each=True), masked_lm.Task) is None
+
+
+class Ended(Blurred):
+    """A classifier that, as Bart's and T5's, takes no row without its end mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(eos_token_id=2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        assert (input_ids == 2).any(1).all()
+        return super().forward(input_ids).mean(1)
+
+
+def test_padding_is_tried_with_rows_that_end_as_a_model_needs() -> None:
+    assert "padding changes its results" in str(checked(Ended(), sequence_classification.Task))
+
+
+def test_no_copy_is_made_of_what_stays_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.extras.small_copy, "TRIED_PARAMETERS", 1000)
+    with pytest.raises(ValueError, match="too many parameters"), small_copy(published("llama", causal_lm.Task)):
+        pass
+
+
+def test_every_rank_tries_the_same_copy() -> None:
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with small_copy(Mean()) as small:
+            weights.append(small.get_parameter("head.weight").clone())
+        assert torch.initial_seed() == seed
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize(("in_fp64", "expected"), [(None, None), ("another", "another"), (RuntimeError(), "a leak")])

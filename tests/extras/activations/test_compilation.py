@@ -162,6 +162,13 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     assert 1 <= compiler.frame_count < 8
 
 
+def test_layers_that_only_their_model_names_are_compiled_too() -> None:
+    """As in older code for transformers, whose layers cannot recompute by themselves."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model._no_split_modules = ["Linear"]  # pyright: ignore[reportArgumentType]
+    assert compile_layers(model, "eager") == 2
+
+
 def test_model_without_repeated_layers_is_refused() -> None:
     with pytest.raises(UserError, match=r"compile: this model is not of transformers, and has no nn.ModuleList"):
         compile_layers(nn.Linear(2, 2))

@@ -326,6 +326,45 @@ def test_on_a_cpu_there_is_nothing_to_do() -> None:
     assert isinstance(offload, OffloadedInputs) and offload._free == []
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(8, 8), 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.times += 1
+        return self.linear(hidden).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(300, 8), nn.ModuleList(Counted() for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_layers_of_ones_own_recompute_where_they_are_told_and_in_training_alone() -> None:
+    model = Stack()
+    enable_checkpointing(model, "full", every_n_layers=2)
+    checkpoints: list[int] = []
+    layer: Any
+    for number, layer in enumerate(model.layers):
+        plain = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *given, n=number, to=plain: checkpoints.append(n) or to(*given)
+        layer.times = 0
+    model.train()(torch.arange(6)[None]).sum().backward()
+    assert [layer.times for layer in model.layers] == [2, 1, 2, 1] and checkpoints == [0, 2]
+    model.eval()(torch.arange(6)[None])
+    with torch.no_grad():
+        model.train()(torch.arange(6)[None])
+    assert checkpoints == [0, 2]
+
+
 @pytest.mark.gpu
 def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
     device = torch.device("cuda")

@@ -308,6 +308,18 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(hidden).transpose(1, 2)).transpose(1, 2))
 
 
+class Centred(nn.Module):
+    """Takes from each token the mean of all, in training alone; its buffers, unlike a batch norm's, may be any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.down(self.up(hidden).relu())
+        return out - out.mean(1, keepdim=True) if self.training else out
+
+
 class Placed(nn.Module):
     """Adds a table of positions, and perhaps the token before: neither is seen in its printed form."""
 
@@ -419,6 +431,16 @@ def test_tiles_of_ones_own_module_draw_the_same_dropout_again(monkeypatch: pytes
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
 
 
+def test_a_weight_that_its_mlp_does_not_use_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of zeros would let it decay."""
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)
+    mlp = Gated()
+    mlp.spare = nn.Linear(8, 8)  # pyright: ignore[reportAttributeAccessIssue]
+    mlp.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    mlp(torch.randn(1, 40, 8)).sum().backward()
+    assert {name for name, p in mlp.named_parameters() if p.grad is None} == {"spare.weight", "spare.bias"}
+
+
 def test_a_module_of_ones_own_without_such_parts_says_what_it_needs() -> None:
     model = Own(Mixed())
     for layer in model.layers:
@@ -435,6 +457,19 @@ def test_modules_that_print_alike_are_tried_each(order: tuple[int, ...]) -> None
     tile_mlps(model)
     tiled = [isinstance(layer.mlp, Tiled) for layer in model.layers]
     assert [tiled[order.index(number)] for number in range(3)] == [True, False, False]
+
+
+def test_parts_are_tried_as_in_training() -> None:
+    assert [type(part) for part in parts_to_tile(Own(Centred(), Gated()).eval())[0]] == [Gated]
+
+
+def test_of_equal_modules_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial takes milliseconds, and a deep model has hundreds of parts."""
+    tried: list[type] = []
+    plain = tiling.without_weights
+    monkeypatch.setattr(tiling, "without_weights", lambda part, **how: tried.append(type(part)) or plain(part, **how))
+    mlps, norms = parts_to_tile(Own(*(Gated() for _ in range(4))))
+    assert (len(mlps), len(norms), tried.count(Gated), tried.count(nn.LayerNorm)) == (4, 5, 1, 1)
 
 
 def test_a_tiled_module_may_be_called_by_keyword(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,7 @@ def test_a_rollback_takes_an_unproved_checkpoint_where_all_before_it_are_damaged
     assert found.training_seconds == 4.0  # of the steps that count: with them go their tokens
     [(_, kind, step, values)] = [call.args for call in outputs.record.call_args_list]
     assert (kind, step, values["examples"]) == ("rollback", 4, [0, 1, 4])  # of the rows that are gone
+    outputs.note.assert_any_call("damaged checkpoint skipped: step-00000002: altered")
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered")
     with pytest.raises(DivergenceError, match="no intact checkpoint from before it"):
         checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)

@@ -235,8 +235,10 @@ def test_who_waits_for_a_rank_that_ends_is_told(
     with watch(1, 2, local_rank=local_rank) as second:
         with watch(0, 2) as first:
             first._connected.wait(20)
+        began = time.monotonic()
         with pytest.raises(RankLeftError) as left, second.preparing():
             assert local_rank == 0, "the first one never went"
+        assert time.monotonic() - began < 20  # not only when its patience ends
         assert second.concludes(left.value)
     assert told == ["rank 0 ended before the others; its own message says why."]
 
@@ -248,7 +250,9 @@ def test_request_to_stop_is_one_where_all_are_there_or_were_asked_too(
         with watch(2) as third:
             assert third.confirms_stop()
         assert first.confirms_stop()
-    assert told == []
+        assert told == []
+        assert first.concludes(BROKEN)  # who trains on cannot do without it
+    assert told == ["rank 2 ended before the others; its own message says why."]
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -406,6 +410,17 @@ def test_rank_whose_host_is_cut_off_ends_too(
         assert time.monotonic() < began + 10
     assert breaks or statuses == [EXIT_ERROR]
     assert len(told) == 1 and told[0].startswith("rank 0 is lost: the launcher of its host, 127.0.0.1")
+
+
+def test_who_waits_at_a_store_that_is_cut_off_gives_up(
+    cable: Cable, watch: Callable[..., RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with watch(1, 2, timeout_seconds=0.5, local_rank=1) as second:
+        assert second._connected.wait(20)
+        cable.plugged.clear()
+        with pytest.raises(DistNetworkError, match="timed out waiting for the store"), second.preparing():
+            pytest.fail("nobody said that the first one went")
 
 
 def test_cut_that_is_mended_in_time_changes_nothing(

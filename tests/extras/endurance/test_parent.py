@@ -88,12 +88,13 @@ def test_processes_that_a_run_forks_are_killed_with_it() -> None:
         "thread.join()\n"
         "child.join()\n"
         "assert child.exitcode == 0  # it outlives the thread that forked it\n"
+        "multiprocess.get_context('fork').Process(target=time.sleep, args=(60,)).start()  # hears of nothing else\n"
         "print('on', flush=True)\n"
         "time.sleep(60)\n"
     )
     assert parent.stdout is not None and parent.stdout.readline() == "on\n"
     forked = children(parent.pid)
-    assert len(forked) == 2
+    assert len(forked) == 3
     parent.kill()
     parent.wait()
     until(lambda: not any(map(is_alive, forked)), 10)

@@ -214,7 +214,7 @@ def as_on_a_card(patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     with patch.context() as patched:
         patched.setattr(attention, "flash_over_lengths", lambda: flash)
-        patched.setattr(attention, "_suits_flash", lambda query, value: True)
+        patched.setattr(attention, "_suits_flash", lambda query, value: query.shape[-1] == value.shape[-1])
         yield calls
 
 
@@ -238,6 +238,13 @@ def test_the_kernel_gets_what_autocast_would_multiply(monkeypatch: pytest.Monkey
     with as_on_a_card(monkeypatch) as calls, torch.autocast("cpu", torch.bfloat16):
         loss_and_gradients(built("llama", CAUSAL["llama"], torch.float32, told=True), packed)
     assert {dtype for dtype, _ in calls} == {torch.bfloat16}
+
+
+def test_the_kernel_gets_no_values_of_another_width_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 6)
+    with as_on_a_card(monkeypatch) as calls:
+        found = attention.attend_within_documents(query, key, value, Documents.of([[5, 7]]))
+    assert (found.shape, calls) == ((1, 4, 12, 6), [])
 
 
 def test_this_torch_has_flash_attention_over_lengths_with_windows() -> None:
@@ -338,6 +345,21 @@ def test_models_that_cannot_keep_documents_apart_are_refused(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
     with pytest.raises(UserError, match=f"packing: {model_type} .*{reason}"):
         attention.check_documents(model)
+
+
+def test_a_model_is_tried_with_the_attention_that_it_trains_with() -> None:
+    """Eager attention of both directions makes no mask between documents."""
+    for kind, is_apart in (("sdpa", True), ("eager", False)):
+        config = AutoConfig.for_model("bert", **MASKED["bert"])
+        model = AutoModelForMaskedLM.from_config(config, attn_implementation=kind)
+        assert (attention.obstacle_to_documents(model) is None) is is_apart
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_attention_refuses_what_a_trial_might_take_for_rounding(name: str) -> None:
+    tensors = [torch.randn(1, 2, 12, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match=f"its attention uses {name}"):
+        attention.attend(torch.nn.Module(), *tensors, None, documents=Documents.of([[5, 7]]), **{name: 1.0})
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])

@@ -225,6 +225,21 @@ def test_on_a_cpu_offload_keeps_originals_of_bf16_weights() -> None:
     assert not isinstance(build_optimizer(network, config.changed(dtype="float32")), OffloadedAdamW)
 
 
+def test_offload_leaves_a_weight_without_a_gradient_as_it_is() -> None:
+    """As a step whose examples do not reach it leaves it: no weight decay, no state."""
+    found = []
+    for offloads in (False, True):
+        network = nn.ParameterList([nn.Parameter(torch.full((3, 2), 2.0)) for _ in range(3)])
+        optimizer = build_optimizer(network, settings(weight_decay=0.5, optimizer_offload=offloads), DEVICE)
+        for number in (0, 2):
+            network[number].grad = torch.ones(3, 2)
+        optimizer.step()
+        found.append([p.detach().clone() for p in network])
+        assert network[1] not in optimizer.state
+    assert torch.equal(found[1][1], torch.full((3, 2), 2.0)) and not torch.equal(found[1][0], found[1][1])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 class SlowLink(Link):
     """Hands over buffers that are used again, as the link to a card does."""
 

@@ -110,6 +110,11 @@ def test_json_that_is_none_of_these(tmp_path: Path, content: str, reason: str) -
     assert reason in message(tmp_path / "d.json")
 
 
+def test_lines_before_the_first_object_are_bad_records_each(jsonl: Write) -> None:
+    corpus = load(jsonl("oops", "oops", {"text": "a"}, {"text": "b"}), on_bad_record="skip")
+    assert texts(corpus) == {"a", "b"} and "skipped 2 bad records" in corpus.notes[0]
+
+
 def test_csv_with_quotes_newlines_and_bom(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_bytes('\ufefftext,label\r\n"one, ""two""\r\nthree",7\r\nfour,7\r\n'.encode())
@@ -255,6 +260,8 @@ def test_csv_fields_may_be_larger_than_pythons_limit(tmp_path: Path) -> None:
 def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("text,a,text\nx,y,z\n")
     assert message(tmp_path / "d.csv") == f"{tmp_path / 'd.csv'}: the column 'text' appears twice. Rename one."
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "d.parquet")
+    assert message(tmp_path / "d.parquet") == f"{tmp_path / 'd.parquet'}: the column 'text' appears twice. Rename one."
 
 
 @pytest.mark.parametrize(
@@ -552,6 +559,12 @@ def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> No
     assert message(path, validation_dataset=str(missing)) == f"--validation_dataset {missing}: no such file or folder."
 
 
+def test_the_text_of_a_text_is_no_column_that_could_be_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    assert texts(load(tmp_path, text_column="body")) == {"a.txt", "b.txt"}
+
+
 # Folders
 
 
@@ -566,7 +579,9 @@ def test_linked_folders_are_read_once_and_what_cannot_be_read_is_named(
     (folder / "linked").symlink_to(other)
     (other / "back").symlink_to(folder)  # a loop
     (folder / "again").symlink_to(folder / "sub")
-    assert texts(load(folder)) == {"own/a.txt", "own/sub/b.txt", "other/c.txt", "other/d.txt"}
+    corpus = load(folder)
+    assert texts(corpus) == {"own/a.txt", "own/sub/b.txt", "other/c.txt", "other/d.txt"}
+    assert all_documents(corpus)["b.txt"]["source"] == str(folder / "sub/b.txt")  # not by the link before it
     (folder / "e.txt").symlink_to(tmp_path / "gone.txt")
     assert message(folder) == f"{folder / 'e.txt'}: No such file or directory."
     (folder / "e.txt").unlink()

@@ -64,7 +64,11 @@ def test_results_settings_and_machine():
         "tokens": 1_228_800,
         "training_seconds": 92,
         "peak_allocated_bytes": 5 * 2**30,
-        "hardware": {"cpu": "A CPU", "gpus": [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}]},
+        "hardware": {
+            "platform": "Linux 6.8",
+            "cpu": "A CPU",
+            "gpus": [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}],
+        },
         "versions": {"torch": "2.13.0"},
         "final_step": 300,
         "result": {
@@ -80,6 +84,25 @@ def test_results_settings_and_machine():
     for row in ("| GPU | NVIDIA L4 (24.00 GiB) |", "| training time | 1 min 32 s |"):
         assert row in card
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")' in card
+    assert "Linux" not in card and "PeftModel" not in card
+
+
+def test_adapters_name_their_base():
+    own = {"adapter": "lora", "lora_rank": 6}
+    card = model_card(_config(**own, model="answerdotai/ModernBERT-base", model_config=None), CausalLM, {})
+    assert "model fine-tuned from `answerdotai/ModernBERT-base` by LoRA of rank 6 on `" in card
+    assert "`PeftModel.from_pretrained(base, ...)`; its base is `answerdotai/ModernBERT-base`, loaded with `" in card
+    scratch = model_card(_config(**own, seed=5), CausalLM, {})
+    assert (
+        "trained from scratch by LoRA" in scratch
+        and "its base is this model as seed 5 initialises it, loaded" in scratch
+    )
+
+
+@pytest.mark.parametrize(("name", "is_of_the_hub"), [("gpt2", True), ("user/name", True), ("some/own/folder", False)])
+def test_a_name_of_the_hub_has_one_slash_at_most(name: str, is_of_the_hub: bool):
+    matter = _front_matter(model_card(_config(model=name, model_config=None), CausalLM, {}))
+    assert matter.get("base_model") == (name if is_of_the_hub else None)
 
 
 def test_local_paths_are_not_published(tmp_path: Path):
@@ -117,6 +140,11 @@ def test_a_file_of_ones_own_code_is_no_folder_and_is_named_without_its_place(tmp
     card = model_card(_config(dataset=data, model=model, model_config=None), CausalLM, {})
     assert "build the model with `nets.py:build` and fill it with `safetensors.torch.load_model`" in card
     assert "`texts.py:documents`" in card and "clients" not in card and "base_model" not in card
+
+
+def test_a_relative_place_of_ones_own_code_is_not_shown():
+    card = model_card(_config(dataset="clients/texts.py:documents"), CausalLM, {})
+    assert "on `texts.py:documents`" in card and "clients" not in card
 
 
 def test_html_and_control_characters_do_not_pass():

@@ -179,7 +179,7 @@ class _Tiles(torch.autograd.Function):
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden, weights = torch.empty_like(tokens), ctx.part.trained()
         sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-        (of_host, devices, states), kind = ctx.random_states, hidden.device.type
+        (of_host, devices, states), kind, used = ctx.random_states, hidden.device.type, set[int]()
         with torch.random.fork_rng(devices, device_type=kind):  # inside it, what is drawn is what forward drew
             torch.set_rng_state(of_host)
             set_device_states(devices, states, device_type=kind)
@@ -189,11 +189,12 @@ class _Tiles(torch.autograd.Function):
                     out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
                 to_hidden[rows], *found = torch.autograd.grad(out, [tile, *weights], gradients[rows], allow_unused=True)
                 del out
-                for total, part in zip(sums, found, strict=True):
+                for number, part in enumerate(found):
                     if part is not None:
-                        total.add_(part)
+                        used.add(number)
+                        sums[number].add_(part)
                 found = part = None
-        to_weights = [total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
+        to_weights = [sums[n].to(w.dtype) if n in used else None for n, w in enumerate(weights)]
         return None, None, None, to_hidden.view(hidden.shape), *to_weights
 
 
