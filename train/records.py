@@ -214,7 +214,7 @@ class Evaluation:
 
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:
-    """(examples,) a column of numbers."""
+    """(examples,) a column of numbers, which may be only to read."""
     import numpy as np  # here: --help does not wait for it
 
     return np.asarray(examples.with_format("arrow")[name][:])  # numpy's format takes many times as long

@@ -50,7 +50,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     with run.extras.inside("open", config, run.launch, run.stop):
         data = _data(run, tokens)
         batches = data.training_batches(run, arithmetic)
-        with_loss = ModelWithLoss(network, task=type(data.task))
+        with_loss = ModelWithLoss(network, data.task)
         run.extras.each("change_loss", run, with_loss)
         sizes = parameter_counts(network)
         optimizer: Any = build_optimizer(run, network)
@@ -62,7 +62,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         parts = Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
         run.extras.each("ready", run, parts)
         run.outputs.begin(run, parts, Progress())
-        run.extras.each("starting", run, parts)
+        run.extras.each("before_training", run, parts)
         with patch("train.loop.evaluate", no_evaluation):
             fit(run, parts, Progress())
         run.outputs.bar.close()

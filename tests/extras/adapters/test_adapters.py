@@ -152,7 +152,7 @@ def test_head_of_a_classifier_is_trained_whole() -> None:
     [
         ("SequenceClassification", "SEQ_CLS", {"classifier"}),
         ("TokenClassification", "TOKEN_CLS", {"classifier"}),
-        ("QuestionAnswering", "QUESTION_ANS", {"qa_outputs"}),
+        ("QuestionAnswering", None, {"qa_outputs"}),
         ("MaskedLM", None, set()),
     ],
 )

@@ -31,11 +31,7 @@ from train.state import StoredBlocks, TrainingState
 from train.tasks import load_task
 
 ADAPTER = "default"  # peft's name for an adapter that has none
-NEW_HEADS = {
-    "SequenceClassification": "SEQ_CLS",
-    "TokenClassification": "TOKEN_CLS",
-    "QuestionAnswering": "QUESTION_ANS",
-}
+NEW_HEADS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS"}
 TASK_TYPES = {"CausalLM": "CAUSAL_LM", "Seq2SeqLM": "SEQ_2_SEQ_LM", **NEW_HEADS}  # peft's words
 
 
@@ -154,7 +150,7 @@ def _heads(model: nn.Module, auto_class: str) -> list[str]:
 def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
     """Names of the modules of a transformers model that no pretrained model brings: classifiers' heads and the like."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    if auto_class.removeprefix("AutoModelFor") not in NEW_HEADS or base is None:
+    if auto_class.removeprefix("AutoModelFor") not in (*NEW_HEADS, "QuestionAnswering") or base is None:
         return []
     return [name for name, child in model.named_children() if child is not base and list(child.parameters())]
 

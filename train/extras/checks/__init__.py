@@ -143,8 +143,9 @@ class Extra(extras.Extra):
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         present = json.loads(json.dumps(dict(own)))
-        if present.get("training data") == stored.get("training data"):  # an older version did not store classes
-            stored = {"classes": present.get("classes"), **stored}
+        is_same = present.get("training data") == stored.get("training data")  # then classes have new names at most
+        if present.get("classes") and (is_same or "classes" not in stored):
+            stored = {**stored, "classes": present["classes"] if is_same else "not stored by that version"}
         # An option of an extra that is not here any more counts as switched off.
         differ = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
         changed = [name for name in differ if name != "code"]

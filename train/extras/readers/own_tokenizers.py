@@ -29,7 +29,8 @@ def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     from train.extras.cache import generated
 
     documents: Any = corpus.splits["train"]
-    made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, inspect.getsource(build_tokenizer)
+    code = map(inspect.getsource, (build_tokenizer, _beginning))
+    made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, *code
     key, column = {"documents": documents, "spec": spec}, Features({"json": Value("string")})
     try:
         rows: Any = generated(_trained, column, made_of, **key)

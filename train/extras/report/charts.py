@@ -54,7 +54,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     skipped = {row["step"] for row in metrics if row["kind"] == "skipped"}
     crosses = {"color": WARN, "marker": "x", "linestyle": "", "label": f"not finite, skipped ({len(skipped)})"}
     at_foot = [(step, min(value for _, value in norms)) for step in sorted(skipped)] if norms else []
-    gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses)]
+    gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses | {"markevery": 1})]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
     memory = peaks, {"color": FIRST, "label": "measured"}
     clipping = (norm, f"clipped to {norm:g}") if (norm := summary.get("max_grad_norm")) else None

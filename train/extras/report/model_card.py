@@ -30,7 +30,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
 
     dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
     front = ModelCardData(
-        library_name=("peft" if _holds(config, "adapter_config.json") else None) if is_own else "transformers",
+        library_name="peft" if _holds(config, "adapter_config.json") else None if is_own else "transformers",
         pipeline_tag=None if is_own else _PIPELINES.get(task.auto_class),
         base_model=_hub_name(config.architecture.model),
         datasets=[dataset] if dataset and "/" in dataset else None,
@@ -85,13 +85,14 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     text = (
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained("path/to/this/folder"{trust})\n'
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```'
+        f'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})\n```'
     )
     if adapter == "none":
         return text
     base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
-    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}, loaded with "
-    how += '`config=AutoConfig.from_pretrained("path/to/this/folder")`.'
+    more = f', loaded with `config=AutoConfig.from_pretrained("path/to/this/folder"{trust})`'
+    more *= bool(source and not config.architecture.is_function)
+    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}{more}."
     return f"{text}\n\nThe adapter is merged into these weights. {how}"
 
 

@@ -135,11 +135,12 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _evaluations(evaluations: Sequence[Row]) -> str:
-    """At most 100 evaluations, the last among them, with a column per scalar that any of them has."""
-    every = -(-len(evaluations) // 100) or 1
-    some = f"<p>One of {every} is shown; metrics.jsonl has all {len(evaluations):,}.</p>" * (every > 1)
+    """Some 100 evaluations, the last of each split among them, with a column per scalar that any of them has."""
+    every, last = -(-len(evaluations) // 100), {row.get("split"): number for number, row in enumerate(evaluations, 1)}
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time", "data"))
-    rows = [[row.get(name) for name in names] for row in evaluations[::-1][::every][::-1]]
+    shown = [row for n, row in enumerate(evaluations, 1) if n % every == 0 or n in last.values()]
+    rows = [[row.get(name) for name in names] for row in shown]
+    some = f"<p>One of {every} is shown; metrics.jsonl has all {len(evaluations):,}.</p>" * (every > 1)
     return some + _table([name.replace("_", " ") for name in names], rows)
 
 
