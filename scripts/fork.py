@@ -123,7 +123,7 @@ class Fork:
         """Copies a file to where it is in the template; ``without_keys`` of YAML that set options which are gone."""
         to = self.target / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, to)
+        Path(shutil.copy2(path, to)).chmod(path.stat().st_mode | 0o200)  # the template may only be readable
         if without_keys:
             to.write_text(self._without_keys(to.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -30,6 +30,7 @@ if "memory" in extras.missing():
     sys.exit(2)  # EXIT_USAGE
 
 from train.config import argument, parse
+from train.launch import exit_with
 from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
@@ -128,7 +129,7 @@ def run_predict(arguments: list[str]) -> None:
 
 
 def run_explain(arguments: list[str]) -> None:
-    if not arguments and sys.stdin.isatty():
+    if not arguments and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
     print(explain(sys.stdin.buffer.read().decode(errors="replace") if piped else " ".join(arguments)))
@@ -203,5 +204,4 @@ def show(request: Namespace, text: str, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - as in train.main
-    sys.exit(main())
+    exit_with(main)

@@ -230,10 +230,10 @@ def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
 MEET = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize("environment", [{"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
-def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str]) -> None:
-    [number] = environment.values()
-    message = f"{number} processes were started that do not know each other.*unset {next(iter(environment))}"
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_a_process_meant_to_be_one_of_several_stops(name: str) -> None:
+    environment, number = {name: "4"}, 4
+    message = rf"{number} process\(es\) were started that do not know each other.*unset {name}"
     with pytest.raises(UserError, match=message):
         refuse_strangers(environment, 1)
     given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
@@ -241,7 +241,11 @@ def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str])
     refuse_strangers({**environment, **given}, 1)
     refuse_strangers({}, 1)
     for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        with pytest.raises(UserError, match=r"2 processes were started .*for one process unset WORLD_SIZE"):
+        with pytest.raises(UserError, match=r"2 process\(es\) were started .*for one process unset WORLD_SIZE"):
             refuse_strangers({name: value for name, value in given.items() if name != missing}, 2)
+    for left in {"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}:
+        with pytest.raises(UserError, match=r"no RANK, MASTER_ADDR or MASTER_PORT.*unset RANK and LOCAL_RANK"):
+            refuse_strangers(left, 1)
+    refuse_strangers({"LOCAL_RANK": "-1"}, 1)  # as notebooks have it
     with pytest.raises(UserError, match="asked for several processes and started one"):
         refuse_strangers({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, 1)

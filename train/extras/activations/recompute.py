@@ -185,7 +185,6 @@ class OffloadedInputs:
             return self._checkpoint(function, *inputs, **options)
         first = inputs[0].untyped_storage()._cdata, inputs[0].shape  # no tensor, which hooks would keep alive
 
-        @torch.no_grad()
         def pack(tensor: Tensor) -> Tensor | _Resting:
             if (tensor.untyped_storage()._cdata, tensor.shape) != first:
                 return tensor
@@ -200,8 +199,7 @@ class OffloadedInputs:
             return self._checkpoint(function, *inputs, **options)
 
     def _moves(self, tensor: Tensor) -> bool:
-        is_hidden = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
-        if not is_hidden or tensor.nbytes < MIN_OFFLOADED_BYTES:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
         if tensor.device not in self.transfers:  # Metal's memory is the host's
             self.transfers[tensor.device] = None if tensor.device.type == "mps" else StreamTransfers(tensor.device)
@@ -250,7 +248,6 @@ class _Resting:
             self._on_device = whole
         return self._on_device
 
-    @torch.no_grad()
     def take(self) -> Tensor:
         """The tensor, for what is queued from now on; starts copying back the one of the layer before, if not large."""
         whole = self.fetch()

@@ -282,13 +282,15 @@ def said_by(run: Run, by_first: Callable[[str], object]) -> Callable[[str], obje
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE") if "RANK" not in environment else ()
-    found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names if world_size == 1}
-    started = max(found.values())
-    if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-        what = f"{started} processes were started that do not know each other: no RANK, MASTER_ADDR or MASTER_PORT"
+    sizes = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
+    names = sizes * (world_size == 1 and "RANK" not in environment)
+    found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names}
+    started, rank = max(found.values()), environment.get("RANK") or environment.get("LOCAL_RANK", "-1")
+    if (started > 1 or rank != "-1") and not all(environment.get(n) for n in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+        what = f"{started} process(es) were started that do not know each other: no RANK, MASTER_ADDR or MASTER_PORT"
         remedy = "Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how)"
-        raise UserError(f"{what}. {remedy}; for one process unset {max(found, key=found.__getitem__)}.")
+        alone = max(found, key=found.__getitem__) if started > 1 else "RANK and LOCAL_RANK"
+        raise UserError(f"{what}. {remedy}; for one process unset {alone}.")
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:
         remedy = "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it"

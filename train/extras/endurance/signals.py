@@ -133,16 +133,15 @@ def _obey_parent(parent: int, worker: int) -> None:
 
 
 class Lasting(io.FileIO):
-    """Discards what is written once its reader is gone, so that the run continues."""
+    """Discards what is written once its reader is gone or its disk full, so that the run continues."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
+            os.dup2(nowhere := os.open(os.devnull, os.O_WRONLY), self.fileno())
             os.close(nowhere)
             return len(data)
 

@@ -108,7 +108,8 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> AbstractContextManager[
         return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        assert options.pop("attn_mask", None) is None and options.pop("is_causal", False)
+        mask, is_causal = options.pop("attn_mask", None), options.pop("is_causal", False)
+        assert mask is None and is_causal
         return plain(query, gathered(key), gathered(value), attn_mask=visible, **options)
 
     return patch.object(F, "scaled_dot_product_attention", attend)
