@@ -334,3 +334,15 @@ def test_a_plan_says_where_it_has_to_guess_what_a_task_makes(
     (tmp_path / "known.py").write_text(f"{PAIRS}\n    def longest_example(self):\n        return {longest}\n")
     assert main([*words, "--task", f"{tmp_path / 'known.py'}:Task"]) == 0
     assert guess not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_safe", ["", "1"])
+def test_a_prediction_imports_nothing_from_the_folder_it_is_made_in(tmp_path: Path, is_safe: str) -> None:
+    for name in ("token.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadow')")
+    words = [ROOT / "train" / "memory" / "__main__.py", "predict", "--config", ROOT / "recipes" / "quickstart.yaml"]
+    words += ["--device", "l4", "--vocab_size", "4096", "--json"]
+    environment = {**os.environ, "PYTHONSAFEPATH": is_safe, "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert json.loads(done.stdout)["prediction"]["peak_bytes"] > 2**20, done.stderr

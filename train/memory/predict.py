@@ -123,8 +123,8 @@ class Predictor(AbstractContextManager["Predictor"]):
             if self._hides_cards:
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
-            code = "import sys; del sys.path[0]; from train.memory.server import main; main()"  # not from this folder
-            command = [sys.executable, "-c", code]
+            code = "import sys; sys.path[:] = filter(None, sys.path); from train.memory.server import main; main()"
+            command = [sys.executable, "-c", code]  # without this folder, where files may be called like libraries
             self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, env=environment)
         return self._process
 
