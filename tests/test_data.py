@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
 
 @pytest.mark.parametrize("splits", [("train", "dev"), ("validation",), ()])
 def test_splits_of_other_names_are_refused(splits: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match=rf"dataset my_data:documents: it gives {', '.join(splits)}, not train, valid"):
+    told = f"dataset my_data:documents has {[*splits]}: give train, and perhaps ('validation', 'test')."
+    with pytest.raises(UserError, match=re.escape(told)):
         corpus({name: made_of("a", "b") for name in splits})
 
 

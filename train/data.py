@@ -90,7 +90,7 @@ def corpus_of(found: Any, config: Config) -> Corpus:
     """The corpus of a 🤗 Dataset or of a mapping of splits to Datasets; without a validation split part is held out."""
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if "train" not in splits or not splits.keys() <= {*SPLITS}:
-        raise UserError(f"dataset {config.data.dataset}: it gives {', '.join(splits)}, not train, validation, test.")
+        raise UserError(f"dataset {config.data.dataset} has {[*splits]}: give train, and perhaps {SPLITS[1:]}.")
     splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
         train, order = splits["train"], np.random.default_rng(0).permutation(len(splits["train"]))

@@ -84,7 +84,7 @@ class Extra:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
 
     def change_caching(self, run: Run, make: Callable[..., Any], documents: Dataset, *by: Any) -> Callable[[], Dataset]:
-        """``make``, which tokenises ``documents``, with a cache; ``by``: by task, tokenizer, names of classes."""
+        """``make``, which tokenises ``documents``, with a cache; ``by``: the task, tokenizer and classes."""
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""

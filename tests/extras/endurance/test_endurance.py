@@ -246,6 +246,7 @@ def test_a_process_meant_to_be_one_of_several_stops(name: str) -> None:
     for left in {"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}:
         with pytest.raises(UserError, match=r"no RANK, MASTER_ADDR or MASTER_PORT.*unset RANK and LOCAL_RANK"):
             refuse_strangers(left, 1)
-    refuse_strangers({"LOCAL_RANK": "-1"}, 1)  # as notebooks have it
+    for harmless in {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"RANK": "0"}:  # the first as notebooks have it
+        refuse_strangers(harmless, 1)
     with pytest.raises(UserError, match="asked for several processes and started one"):
         refuse_strangers({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, 1)

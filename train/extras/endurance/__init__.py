@@ -282,11 +282,11 @@ def said_by(run: Run, by_first: Callable[[str], object]) -> Callable[[str], obje
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    sizes = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
-    names = sizes * (world_size == 1 and "RANK" not in environment)
-    found = {"WORLD_SIZE": world_size} | {name: int(environment.get(name) or 1) for name in names}
-    started, rank = max(found.values()), environment.get("RANK") or environment.get("LOCAL_RANK", "-1")
-    if (started > 1 or rank != "-1") and not all(environment.get(n) for n in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+    names = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
+    found = {"WORLD_SIZE": world_size} | {n: int(environment.get(n) or 1) for n in names if "RANK" not in environment}
+    ranks, started = [environment.get("RANK") or "0", environment.get("LOCAL_RANK") or "-1"], max(found.values())
+    is_one_of_several = started > 1 or ranks != ["0", "-1"]  # a single process may have rank 0; notebooks have -1
+    if is_one_of_several and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         what = f"{started} process(es) were started that do not know each other: no RANK, MASTER_ADDR or MASTER_PORT"
         remedy = "Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how)"
         alone = max(found, key=found.__getitem__) if started > 1 else "RANK and LOCAL_RANK"
