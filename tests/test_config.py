@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import typing
 from pathlib import Path
@@ -257,6 +258,13 @@ def test_json_on_the_command_line_is_read_as_json(tmp_path: Path) -> None:
 def test_an_empty_output_folder_is_refused(folder: str) -> None:
     with pytest.raises(UsageError, match="output_dir: it is empty"):
         parse(["--output_dir", folder])
+
+
+def test_an_output_folder_whose_name_is_not_utf_8_is_refused() -> None:
+    """Its final/ could not be written, hours later: safetensors and tokenizers take names in UTF-8 alone."""
+    with pytest.raises(UsageError, match=r"output_dir: 'caf\\udce9': write the path without '\.\.', in UTF-8"):
+        parse(["--output_dir", os.fsdecode(b"caf\xe9")])
+    assert parse(["--output_dir", "café ✓"]).output.output_dir == "café ✓"
 
 
 @pytest.mark.parametrize("name", ["dataset", "tokenizer", "resume", "model", "attn_implementation"])

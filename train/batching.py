@@ -38,7 +38,7 @@ class Rounds:
         size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
         longest_first = np.array(ids)[np.argsort(-np.array(lengths), kind="stable")]
         rounds = -(-len(ids) // (size * ranks))
-        parts = [part.tolist() for part in np.array_split(longest_first, max(1, rounds * ranks))]
+        parts = [part.tolist() for part in np.array_split(longest_first, rounds * ranks)]
         return [parts[r * ranks : (r + 1) * ranks] for r in range(rounds)]
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -97,8 +98,9 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
         is_own = isinstance(name, str) and (cache.is_relative_to(name) or Path(name).is_relative_to(cache.parent))
         if not is_own and (name is not None or error.errno not in FULL):  # a file that make() reads
             raise
-        if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") == digests():
-            return make()  # a whole one, on a disk that can only be read
+        with suppress(OSError):  # files of another user may be unreadable
+            if kept.read_text(encoding="utf-8", errors="replace") == digests():
+                return make()  # a whole one, on a disk that can only be read
         remedy = "Set HF_DATASETS_CACHE (HF_HOME for all downloads) to a folder that can be written and has room"
         raise UserError(f"{cache.parent}: data cannot be cached there: {error.strerror}. {remedy}.") from None
 

@@ -980,6 +980,23 @@ def test_a_whole_cache_that_can_only_be_read_is_used(
     assert "data cannot be cached there: Read-only file system" in message(path)
 
 
+def test_a_cache_of_another_user_that_cannot_be_read_names_what_to_set(
+    jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl({"text": "a"}, {"text": "b"})
+    load(path)
+    real = Path.read_text
+
+    def refused(file: Path, *args: Any, **options: Any) -> str:  # the tests may run as root, who reads everything
+        if file.suffix == ".digests":
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    found = message(path)
+    assert "data cannot be cached there: Permission denied. Set HF_DATASETS_CACHE" in found
+
+
 def test_a_run_that_waits_for_another_ones_cache_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1034,9 +1051,24 @@ def test_cached_rows_that_are_damaged_are_read_again(jsonl: Write, tmp_path: Pat
 # Flags
 
 
-def test_flags_of_other_kinds_of_data(jsonl: Write) -> None:
-    found = load(jsonl({"text": "a"}, {"text": "b"}), dataset_options={"train": 1})  # of a recipe with other data
-    assert "dataset_options: only a function takes them, so they are left out" in found.notes
+def test_flags_of_other_kinds_of_data(jsonl: Write, tmp_path: Path) -> None:
+    """A recipe's flags for other data are left out, which a note says; not where any file needs them."""
+    flags: dict[str, Any] = {"sample_by": "line", "quoting": "none", "label_column": "stars"}
+    found = load(jsonl({"text": "a"}, {"text": "b"}), dataset_options={"train": 1}, **flags)
+    for name, what in {
+        "sample_by": "text files",
+        "quoting": "CSV and TSV files",
+        "label_column": "tasks with labels",
+        "dataset_options": "functions",
+    }.items():
+        assert f"{name} is only for {what}, so it is left out" in found.notes
+    (tmp_path / "lines.txt").write_text("one\ntwo\nthree")
+    (tmp_path / "table.csv").write_text('text,stars\n"a,1\nb",2\n')
+    for path, labelled in (("lines.txt", False), ("table.csv", True)):
+        used = load(tmp_path / path, labelled=labelled, **flags)
+        assert len(used.splits["train"]) + len(used.splits["validation"]) == (2 if labelled else 3)
+        left = {note.split()[0] for note in used.notes if "left out" in note}
+        assert left == ({"sample_by"} if labelled else {"quoting", "label_column"})
 
 
 def test_records_read_are_those_json_reads(tmp_path: Path) -> None:

@@ -84,7 +84,18 @@ class _Recorder:
         self.calls.append(arguments)
 
 
-def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path):
+@pytest.mark.parametrize(("tool", "expected"), [("wandb", "mine"), ("tensorboard", PROJECT)])
+def test_wandb_takes_its_project_from_the_variable_as_in_trainer(
+    tool: str, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    recorder: Any = _Recorder([tool])
+    start_trackers(recorder, _config(report_to=[tool]))
+    assert recorder.calls[0][0] == (expected,)
+
+
+def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     recorder = _Recorder(["trackio", "wandb"])
     config = _config(report_to=["trackio", "wandb"], output_dir=str(tmp_path / "night"))
     start_trackers(recorder, config)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,5 +80,5 @@ def check_settings(config: Config, launch: Launch) -> None:
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if config.data.tokenizer is None and (model.model is None or model.is_function):
         raise UsageError("tokenizer: the model has none (a recipe's is for its model): give bytes, train:8192, a name.")
-    if ".." in Path(folder).parts or "\0" in folder:
-        raise UsageError(f"output_dir: {folder!r} leads outside its folder: write the path without '..'.")
+    if ".." in Path(folder).parts or re.search("[\0\ud800-\udfff]", folder):  # half a surrogate: not UTF-8
+        raise UsageError(f"output_dir: {folder!r}: write the path without '..', in UTF-8.")

@@ -50,6 +50,7 @@ class Source(Options):
     labelled: bool = False
     notes: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
+    suffixes: set[str] = field(default_factory=set)  # of the files that were read
 
 
 def _is_function(config: Config) -> bool:

@@ -32,8 +32,6 @@ def load_corpus(data: Source) -> Corpus:
     Where the data brings no validation split, some documents are held out, the same ones in every run and on every
     machine. Raises UserError for data that is not there or cannot be used, with the flag that would help.
     """
-    if data.dataset_options is not None:
-        data.notes.append("dataset_options: only a function takes them, so they are left out")
     if data.labelled and data.text_column == data.label_column:
         raise UserError(f"--label_column {data.label_column}: it is also --text_column. Give another.")
     splits = _load(data)
@@ -44,6 +42,15 @@ def load_corpus(data: Source) -> Corpus:
         train, held = ({f["filename"] for f in splits[name].cache_files} for name in ("train", "validation"))
         if not train.isdisjoint(held):  # of saved datasets; a file is found before
             raise UserError(f"--validation_dataset {data.validation_dataset} is also training data. Give another.")
+    uses = {  # a recipe may be used with data of another kind
+        "sample_by": ("text files", not data.suffixes.isdisjoint(TEXT_SUFFIXES)),
+        "quoting": ("CSV and TSV files", not data.suffixes.isdisjoint((".csv", ".tsv"))),
+        "label_column": ("tasks with labels", data.labelled),
+        "dataset_options": ("functions", False),
+    }
+    for name, (what, is_used) in uses.items():
+        if not is_used and getattr(data, name) != getattr(Source, name):
+            data.notes.append(f"{name} is only for {what}, so it is left out")
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     splits["train"] = _limit(splits["train"], data.max_train_samples)

@@ -1,5 +1,6 @@
 """What a run shows afterwards: report.html, the model card, a sample, trackers, and final/ on the Hub."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,7 +127,8 @@ def start_trackers(accelerator: Any, config: Config) -> None:
     run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
-        accelerator.init_trackers(PROJECT, config=tracked(config), init_kwargs=options)
+        project = os.environ.get("WANDB_PROJECT") if "wandb" in wanted else None  # an argument overrides it
+        accelerator.init_trackers(project or PROJECT, config=tracked(config), init_kwargs=options)
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
