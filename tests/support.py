@@ -63,7 +63,7 @@ def write_recipe(folder: Path) -> Path:
 def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
     """Digests of a checkpoint's tensors, by file."""
     manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
-    return {name: file["sha256"] for name, file in manifest["files"].items() if name != "state.json"}
+    return {name: file["digest"] for name, file in manifest["files"].items() if name != "state.json"}
 
 
 def final_files(output: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -228,7 +229,7 @@ def of_other_content(name: str, content: Any) -> Callable[[Path], Any]:
         if name != "manifest.json":
             manifest = json.loads((folder / "manifest.json").read_text())
             size_bytes = (folder / name).stat().st_size
-            manifest["files"][name] = {"bytes": size_bytes, "sha256": checkpoint.digest(folder / name)}
+            manifest["files"][name] = {"bytes": size_bytes, "digest": checkpoint.digest(folder / name)}
             (folder / "manifest.json").write_text(json.dumps(manifest))
 
     return change
@@ -297,6 +298,22 @@ def test_a_byte_that_flips_on_its_way_to_the_disk_is_found(
             assert victim == "manifest.json" and chr(text[place]) not in "0123456789abcdef", (place, text)
             continue
         assert checkpoint.newest_good(tmp_path)[0] == first
+
+
+def test_a_checkpoint_with_the_digests_of_earlier_versions_is_verified(two: Path) -> None:
+    newest = two / "step-00000002"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        del entry["digest"]
+        entry["sha256"] = hashlib.sha256((newest / name).read_bytes()).hexdigest()
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.verify(newest) is None
+    weights = newest / "model-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert checkpoint.verify(newest) == "model-00000.safetensors was altered"
+    del manifest["files"]["state.json"]["sha256"]  # no digest at all
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.verify(newest)
 
 
 def test_nothing_good_left_is_an_error_and_nothing_at_all_is_not(two: Path, tmp_path: Path) -> None:
@@ -472,7 +489,7 @@ def test_a_link_in_the_place_of_a_folder_gives_way_and_what_it_leads_to_stays(tm
 def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:
     manifest = json.loads((two / "step-00000001" / "manifest.json").read_text())
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
-    assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())
+    assert all(len(entry["digest"]) == 32 for entry in manifest["files"].values())
 
 
 class Cut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -74,6 +75,21 @@ def test_a_damaged_final_is_written_again(
     assert before["final_files"] == after["final_files"]
     assert train(tmp_path) == EXIT_DONE
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_final_with_the_digests_of_earlier_versions_is_whole(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = again(whole, tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    for name in summary["final_files"]:
+        summary["final_files"][name] = hashlib.sha256((run / "final" / name).read_bytes()).hexdigest()
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert train(tmp_path) == EXIT_DONE
+    assert "nothing to do" in capsys.readouterr().out
+    DAMAGES[next(iter(DAMAGES))](run / "final")
+    assert train(tmp_path) == EXIT_DONE
+    assert "final/ is written again" in capsys.readouterr().out
 
 
 def test_a_damaged_adapter_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

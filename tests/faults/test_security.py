@@ -84,7 +84,7 @@ def signed(folder: Path, name: str) -> None:
     """Enters a file into the manifest, as someone would who made the checkpoint on purpose."""
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
     path = folder / name
-    manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": checkpoint.digest(path)}
+    manifest["files"][name] = {"bytes": path.stat().st_size, "digest": checkpoint.digest(path)}
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 

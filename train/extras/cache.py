@@ -8,13 +8,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from datasets import Dataset, Features, config
 from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
@@ -29,7 +27,6 @@ from train.tasks import BYTES_AT_ONCE, Task
 ROWS_AT_ONCE = 64  # that are read: documents can be megabytes each
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 SECONDS_UNTIL_TOLD = 5.0  # that it waits for another process
-file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +70,7 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
 
     def digests() -> str:
         files = sorted(cache.parent.glob(f"{cache.name}*.arrow"))
-        return "".join(f"{file_digest(path)} {path.name}\n" for path in files)
+        return "".join(f"{digest(path)} {path.name}\n" for path in files)
 
     kept, lock = Path(f"{cache}.digests"), Path(f"{cache}.lock")
     try:
@@ -107,17 +104,17 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
 
 def examples_digest(examples: Dataset) -> str:
     """Equal for equal examples in equal order, wherever the files lie that they were made from."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for table in cast("Iterable[pa.Table]", examples.with_format("arrow").iter(ROWS_AT_ONCE)):
         for name in table.column_names:
-            digest.update(name.encode())
+            found.update(name.encode())
             array = pa.concat_arrays(table.column(name).chunks)
             while isinstance(array, LISTS):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
-                digest.update(array.value_lengths().to_numpy(zero_copy_only=False).tobytes())
+                found.update(array.value_lengths().to_numpy(zero_copy_only=False).tobytes())
                 array = array.flatten()
             values = array.to_numpy(zero_copy_only=False)
-            digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
-    return digest.hexdigest()[:16]
+            found.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
+    return found.hexdigest()[:16]
 
 
 def code_digest(*names: str) -> str:

@@ -18,7 +18,8 @@ from typing import Any, Literal, TextIO
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from train.extras.cache import ROWS_AT_ONCE, file_digest, generated
+from train.checkpoint import digest
+from train.extras.cache import ROWS_AT_ONCE, generated
 from train.extras.readers import Source
 from train.figures import several, without_secrets
 from train.records import UserError, one_line
@@ -85,7 +86,7 @@ def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: A
     Raises the UserError that the generator raised, or one for a file that cannot be read or written.
     """
     try:
-        contents = [file_digest(Path(path)) for path in key.get("files", ())]
+        contents = [digest(Path(path)) for path in key.get("files", ())]
         return generated(generator, features, (key, contents, FORMAT), **key)
     except OSError as error:
         raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None

@@ -15,7 +15,8 @@ from datasets import Dataset, config
 from datasets.fingerprint import Hasher
 from pyarrow import compute
 
-from train.extras.cache import ROWS_AT_ONCE, file_digest
+from train.checkpoint import digest
+from train.extras.cache import ROWS_AT_ONCE
 from train.extras.readers import Source
 from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
 from train.figures import without_secrets
@@ -77,7 +78,7 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     if missing := [column for column in names if column not in table.column_names]:
         known = ", ".join(table.column_names)
         raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
-    contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
+    contents = [digest(Path(file["filename"])) for file in table.cache_files]
     table = table.with_format(None).select_columns(list(names)).rename_columns(names)
     if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
         values: Any = table["label"][:]  # 1, 1.0 and true are the class 1, as in files
