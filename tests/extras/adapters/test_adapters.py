@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -419,14 +420,27 @@ def test_stopped_and_resumed_equals_uninterrupted_and_checkpoints_are_small(
     assert stored and all("lora_" in name for name in stored)
 
 
+@pytest.mark.parametrize("digest", ["xxh3_128", "sha256"])
 def test_a_base_that_has_changed_is_refused_by_name(
-    recipe: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digest: str,
+    recipe: Path,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = ("--model", base, "--adapter", "lora")
-    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 1) == EXIT_DONE
+    with monkeypatch.context() as patched:
+        if digest == "sha256":  # which earlier versions kept
+            own = property(lambda state: state.digest_frozen(hashlib.sha256))
+            patched.setattr("train.extras.adapters.lora.AdapterState.frozen_digest", own)
+        assert train(recipe, tmp_path / "run", *flags, "--max_steps", 1) == EXIT_DONE
+    kept = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())["frozen"]
+    assert len(kept) == (64 if digest == "sha256" else 32)
+    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 2) == EXIT_DONE
     config = {**LLAMA, "max_position_embeddings": 64, "tie_word_embeddings": True}
     built(config, max_length=64, seed=6).save_pretrained(base)
-    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 2) == EXIT_ERROR
+    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 3) == EXIT_ERROR
     assert "the frozen weights have the digest" in capsys.readouterr().err
 
 
