@@ -66,6 +66,8 @@ def _load(path: str, split: str) -> datasets.Dataset:
             found: Any = datasets.load_dataset(KINDS[file.suffix.lower()], **options, split=split)
         elif file.is_dir():
             found = datasets.load_dataset(str(file), cache_dir=cache_for(file), split=split)
+        elif file.suffix.lower() in KINDS or file.is_absolute():
+            raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
         else:
             found = datasets.load_dataset(path, split=split)
     except Exception as error:  # of many libraries

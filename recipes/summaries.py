@@ -69,6 +69,8 @@ def _load(options: Options, split: str) -> datasets.Dataset:
             found: Any = datasets.load_dataset(kind, **own, split=split)
         elif path.is_dir():
             found = datasets.load_dataset(str(path), cache_dir=cache_for(path), split=split)
+        elif path.suffix.lower() in KINDS or path.is_absolute():
+            raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
         else:
             found = datasets.load_dataset(options.path, split=split)
     except Exception as error:  # of many libraries

@@ -175,6 +175,19 @@ def test_what_cannot_be_read_and_options_that_are_not_there(
             documents(recipe, path=str(tmp_path / path))
 
 
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+@pytest.mark.parametrize("path", ["misspelt.jsonl", "/no/such/folder"])
+def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(
+    load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, path: str
+) -> None:
+    def asked(*names: str, **options: Any) -> None:
+        raise AssertionError(f"the Hub was asked for {names}")
+
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    with pytest.raises(UserError, match=rf"train of '{path}' cannot be read \(FileNotFoundError: no such file or fol"):
+        documents(load_recipe(name), path=path)
+
+
 MARKS = "<|system|>", "<|user|>", "<|assistant|>"
 CHATML = (
     "{% if tools %}[{{ tools[0].name }}]{% endif %}"

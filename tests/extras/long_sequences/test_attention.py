@@ -395,6 +395,13 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)
 
 
+def test_a_model_with_few_tokens_is_tried_with_its_own() -> None:
+    """A trial with tokens that it lacks would fail, and the run would make a mask of length × length."""
+    config = AutoConfig.for_model("modernbert", **{**MASKED["modernbert"], "vocab_size": 9, "pad_token_id": 0})
+    model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+    assert attention.obstacle_to_documents(model, shared=False) is None
+
+
 # Modules of one's own
 
 

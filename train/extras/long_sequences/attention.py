@@ -231,6 +231,8 @@ def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64)
     """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
     by its own attention, and together."""
     own = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if isinstance(model, PreTrainedModel):
+        vocabulary = min(vocabulary, getattr(model.config.get_text_config(), "vocab_size", vocabulary))
 
     def trial(small: Any) -> str | None:
         tokens = torch.cat([row := tokens_on_trial(small, vocabulary=min(64, vocabulary)), row.flip(1)])
