@@ -113,6 +113,23 @@ def test_checkpointing_and_chunks_change_no_gradient(adapter: str, mode: str) ->
 
 
 @needs_bitsandbytes
+def test_layers_that_a_model_keeps_whole_are_not_kept_in_four_bits() -> None:
+    """T5 casts what goes through its MLPs to the type of a weight: to bytes, if that one had 4 bits."""
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
+    t5 = {"model_type": "t5", **sizes, "dropout_rate": 0.0}
+    model = built(t5, CLASSES, adapter="qlora")
+    outer = model.transformer.encoder.block[0].layer[-1].DenseReluDense.wo
+    assert type(outer.get_base_layer()) is nn.Linear and outer.get_base_layer().weight.dtype == torch.float32
+    ids = torch.arange(3, 27).view(2, 12)
+    ids[:, -1] = model.config.eos_token_id
+    model(input_ids=ids).logits.sum().backward()
+    assert outer.lora_B.default.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        whole, small = (m.eval()(input_ids=ids).logits for m in (built(t5, CLASSES, adapter="lora"), model))
+    assert torch.dist(small, whole) < 0.4 * whole.norm()  # the error of 4 bits; 1.3 with MLPs of bytes
+
+
+@needs_bitsandbytes
 def test_weights_in_four_bits_take_an_eighth_and_multiply_in_the_runs_precision() -> None:
     from bitsandbytes.nn import Linear4bit
 

@@ -684,6 +684,11 @@ def test_options_that_contradict_each_other_stop_the_run(
             "optimizer_in_backward cannot be combined with 2 processes: .* Use one process",
         ),
         (
+            Launch(2),  # what one micro-batch would do is not asked where several processes are refused anyway
+            {"optimizer_in_backward": True, "micro_batch_size": 3, "global_batch_size": 6},
+            "optimizer_in_backward cannot be combined with 2 processes: .* Use one process",
+        ),
+        (
             Launch(precision="fp16"),
             {"optimizer_in_backward": True},
             "optimizer_in_backward cannot be combined with mixed_precision: fp16: .* use bf16",

@@ -162,8 +162,9 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # T5 casts to the type of such a weight
     for name in linear:
-        if type(layer := model.get_submodule(name)) is nn.Linear:
+        if type(layer := model.get_submodule(name)) is nn.Linear and whole.isdisjoint(name.split(".")):
             has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
             new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
             new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # pyright: ignore

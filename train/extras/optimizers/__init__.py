@@ -66,10 +66,10 @@ class Extra(extras.Extra):
             summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
             extras.refuse(
                 "optimizer_in_backward",
+                (f"{launch.world_size} processes", launch.world_size > 1, summed),
                 ("several micro-batches in a step", is_split, one),
                 (f"max_grad_norm: {norm}", norm is not None, null),
                 ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
-                (f"{launch.world_size} processes", launch.world_size > 1, summed),
             )
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
