@@ -57,6 +57,11 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of 🤗 Datasets wrote this folder."""
+    return any((folder / f"dataset_{kind}.json").is_file() for kind in ("dict", "info"))
+
+
 class Extra(extras.Extra):
     def check(self, config: Config, launch: Launch) -> None:
         name, own = config.data.dataset, config.of(Options)
@@ -64,12 +69,13 @@ class Extra(extras.Extra):
         if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
-        keys = ("dataset_config", "dataset_split", *(() if own.validation_dataset else ("validation_split",)))
-        is_saved = any((Path(name) / f"dataset_{kind}.json").is_file() for kind in ("dict", "info"))
-        is_plain = Path(name).exists() and not is_saved
-        if (of_hub := [key for key in keys if key in unread]) and (name == "stdlib" or is_plain):
-            raise UsageError(f"{of_hub[0]}: {name} has neither splits nor configurations: leave it out.")
-        if own.dataset_split == own.validation_split:
+        places = {"dataset_config": name, "dataset_split": name, "validation_split": own.validation_dataset or name}
+        for key, place in places.items():
+            has_splits = key != "dataset_config" and is_saved(Path(place))
+            if key in unread and not has_splits and (place == "stdlib" or Path(place).exists()):
+                what = "configurations" if key == "dataset_config" else "splits"
+                raise UsageError(f"{key}: {place} has no {what}: leave it out.")
+        if own.dataset_split == own.validation_split and own.validation_dataset is None:
             raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and (not size.isdecimal() or not 300 <= int(size) <= 2**24):

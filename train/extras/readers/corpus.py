@@ -16,7 +16,7 @@ from datasets import Dataset, Features, Value
 
 from train.config import Config
 from train.data import call_function, corpus_of
-from train.extras.readers import Source, readers, tables
+from train.extras.readers import Source, is_saved, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import SPLITS, Corpus, UserError
@@ -105,7 +105,7 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
 
     Files that name no split are for training if none is named train.
     """
-    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+    if is_saved(path):
         return tables.load_saved(path, data, only_validation)
     found: dict[Any, list[str]] = {"validation": _to_validate_on(path, data)} if only_validation else _find(path, data)
     if "train" not in found and not only_validation:
