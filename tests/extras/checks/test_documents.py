@@ -102,6 +102,14 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
         "sgd_momentum: does nothing with --optimizer adamw",
     ]
     assert describe(data, config.changed(decay_ratio=0.5, lr_scheduler="warmup_stable_decay")) == []
+    constant = config.changed(lr_scheduler="constant", min_learning_rate_ratio=0.1)
+    assert describe(data, constant) == ["min_learning_rate_ratio: does nothing with --lr_scheduler constant"]
+    assert describe(data, constant.changed(lr_scheduler="cosine")) == []
+    for optimizer, momentum in (("sgd", []), ("adafactor", ["sgd_momentum"])):
+        told = config.changed(optimizer=optimizer, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, sgd_momentum=0.5)
+        names = ["adam_beta1", "adam_beta2", "adam_epsilon", *momentum]
+        assert describe(data, told) == [f"{name}: does nothing with --optimizer {optimizer}" for name in names]
+    assert describe(data, config.changed(optimizer="adamw_8bit", adam_beta2=0.9)) == []
     assert describe(data, config.changed(hub_model_id="me/mine")) == [
         "hub_model_id: does nothing with --push_to_hub False"
     ]

@@ -68,9 +68,12 @@ def describe(data: PreparedData, config: Config) -> list[str]:
         if (gone := len(documents) - made) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} documents of the {name} split gave no example")
     read, known = {*task.encode_settings, task.target_share}, fields()
+    optimizer, schedule = config.optimization.optimizer, config.optimization.lr_scheduler
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")
-    unread |= {"sgd_momentum": "optimizer"} if config.get("optimizer") != "sgd" else {}
-    unread |= {"decay_ratio": "lr_scheduler"} if config.get("lr_scheduler") != "warmup_stable_decay" else {}
+    of_adam = () if optimizer.startswith("adamw") else ("adam_beta1", "adam_beta2", "adam_epsilon")
+    unread |= dict.fromkeys(of_adam if optimizer == "sgd" else (*of_adam, "sgd_momentum"), "optimizer")
+    unread |= {"decay_ratio": "lr_scheduler"} if schedule != "warmup_stable_decay" else {}
+    unread |= {"min_learning_rate_ratio": "lr_scheduler"} if schedule == "constant" else {}
     unread |= {} if config.get("push_to_hub") else {"hub_model_id": "push_to_hub"}
     changed = [name for name in sorted(unread.keys() & known) if config.get(name) != known[name][1].default]
     return [*lines, *(f"{name}: does nothing with --{(by := unread[name])} {config.get(by)}" for name in changed)]
