@@ -133,20 +133,20 @@ class Extra(extras.Extra):
         from train.extras.endurance.recovery import Recovering
         from train.step import Engine
 
-        on_oom, is_alone, launch = run.config.of(Options).on_oom, run.launch.world_size == 1, run.launch
-        own = run.accelerator.state.dynamo_plugin
-        # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
-        why = f"{launch} cannot repeat a step" if launch.engine != "ddp" or launch.mp_size > 1 else None
-        if why is None and type(engine) is not Engine:
+        on_oom, is_alone, launch, why = run.config.of(Options).on_oom, run.launch.world_size == 1, run.launch, None
+        if launch.engine != "ddp" or launch.mp_size > 1:
+            # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
+            why = f"{launch} cannot repeat a step"
+        elif type(engine) is not Engine:
             why = "another engine makes the step"
-        if why is None and not is_alone and getattr(own, "backend", DynamoBackend.NO) != DynamoBackend.NO:
+        elif not is_alone and run.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # pyright: ignore
             why = "DDP is compiled"
         is_asked = on_oom in ("split", "adapt")
         if why is not None or not (is_asked or (on_oom == "auto" and is_alone)):
             run.outputs.note(f"on_oom: {on_oom} does nothing here: {why}" if is_asked else None)
             return engine
-        measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
-        self._recovering = Recovering(engine, said_by(run, run.outputs.say), *measures)
+        find_measures = partial(run.extras.each, "memory_measure", run) if on_oom == "adapt" else lambda model: ()
+        self._recovering = Recovering(engine, said_by(run, run.outputs.say), find_measures)
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:

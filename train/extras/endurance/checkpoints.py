@@ -97,8 +97,7 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(self._own_part_is_done.wait)
-            if thread.is_alive():
-                thread.join()
+            thread.join()
             checkpoint.together(self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -110,7 +109,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress, blocks: Blocks) -> bool:
@@ -139,8 +138,9 @@ class Saving:
         self._own_part_is_done.clear()
         self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
         # A daemon: a process that has to end does not wait for a disk.
-        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread
         return True
 
     def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:

@@ -41,7 +41,7 @@ class Extra(extras.Extra):
     _further: Sequence[Any] = ()
     _total_steps = 0
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
-    _ended: tuple[int, int] | None = None  # (last step, step of final/) of a finished run that is evaluated again
+    _ended: int | None = None  # of which step final/ is, where a finished run is only evaluated again
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
@@ -96,7 +96,7 @@ class Extra(extras.Extra):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
             whose = "metric_for_best" if run.config.of(Options).metric_for_best else "default_metric of the task"
             raise UserError(f"{whose}: {self._metric!r} is not among this task's metrics: {known}.")
-        if self._ended and progress.step == self._ended[0]:
+        if self._ended is not None:
             return progress
         value, best = float(found), progress.best_metric
         is_better = best is None or (value > best if self._grows else value < best)
@@ -122,7 +122,7 @@ class Extra(extras.Extra):
         is_other = progress.best_of not in (None, self._best_of)
         is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
         if is_over and (is_other or is_again or is_gone) and earlier.get("steps") == progress.step:
-            self._ended = progress.step, (chosen := earlier.get("final_step", progress.step))
+            self._ended = chosen = earlier.get("final_step", progress.step)
             outputs.note(f"the run has ended: final/ stays as it is, of step {chosen} (--resume never trains again)")
             folder = outputs.checkpoints / f"step-{chosen:08d}"
             if is_again and chosen != progress.step and (why := outputs.from_main(lambda: verify(folder))) is not None:
@@ -164,7 +164,7 @@ class Extra(extras.Extra):
             run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
         if (chosen := self.final_step(run, progress)) is not None:
             run.outputs.note(f"final/ has the best weights, of step {chosen}")
-        elif progress.best_step is None and run.config.of(Options).load_best_model_at_end and not self._ended:
+        elif progress.best_step is None and run.config.of(Options).load_best_model_at_end and self._ended is None:
             run.outputs.note(f"{self._metric} was never a number: final/ has the last weights")
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
@@ -172,8 +172,8 @@ class Extra(extras.Extra):
         from train.checkpoint import verify
 
         outputs, best = run.outputs, progress.best_step
-        if self._ended and progress.step == self._ended[0]:  # its model stays
-            return self._ended[1] if self._ended[1] != progress.step else None
+        if self._ended is not None:  # its model stays
+            return self._ended if self._ended != progress.step else None
         if best is None or not run.config.of(Options).load_best_model_at_end:
             return None
 
