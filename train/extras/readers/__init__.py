@@ -88,9 +88,9 @@ class Extra(extras.Extra):
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
         data = Source(**vars(config.of(Options)), **core, labelled=labelled)
-        from train.extras.readers.corpus import load_corpus, load_returned
+        from train.extras.readers.corpus import load_corpus
 
-        return load_returned(config, data) if _is_function(config) else load_corpus(data)
+        return load_corpus(data, config if _is_function(config) else None)
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):

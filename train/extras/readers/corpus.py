@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from train.config import Config
-from train.data import call_function, corpus_of
+from train.data import call_function
 from train.extras.readers import Source, is_saved, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
@@ -26,15 +26,16 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _SPLITS |= dict.fromkeys(tables.VALIDATION, "validation")
 
 
-def load_corpus(data: Source) -> Corpus:
+def load_corpus(data: Source, config: Config | None = None) -> Corpus:
     """The documents that ``data`` asks for, by split, with columns ``text``, ``source`` and, if labelled, ``label``.
 
     Where the data brings no validation split, some documents are held out, the same ones in every run and on every
-    machine. Raises UserError for data that is not there or cannot be used, with the flag that would help.
+    machine. Raises UserError for data that is not there or cannot be used, with the flag that would help. ``config``
+    is given where ``--dataset`` names a function, whose documents need no ``source``.
     """
     if data.labelled and data.text_column == data.label_column:
         raise UserError(f"--label_column {data.label_column}: it is also --text_column. Give another.")
-    splits = _load(data)
+    splits = _load(data) if config is None else _returned(config, data)
     if data.validation_dataset is not None:
         if not Path(data.validation_dataset).exists():
             raise UserError(f"--validation_dataset {data.validation_dataset}: no such file or folder.")
@@ -60,6 +61,8 @@ def load_corpus(data: Source) -> Corpus:
 
 def _load(data: Source) -> dict[str, Dataset]:
     name, path = data.dataset, Path(data.dataset)
+    if data.dataset_options is not None:
+        data.notes.append("dataset_options: only a function takes them, so they are left out")
     if name == "stdlib":
         if data.labelled:
             raise UserError("stdlib has no labels. Write --dataset recipes/stdlib_packages.py:documents.")
@@ -74,7 +77,7 @@ def _load(data: Source) -> dict[str, Dataset]:
     return tables.load_named(data)
 
 
-def load_returned(config: Config, data: Source) -> Corpus:
+def _returned(config: Config, data: Source) -> dict[str, Dataset]:
     """What the function that ``--dataset`` names returns, without documents of only space; classes by their names.
 
     Raises UserError for an unknown split, and for a row without text or label.
@@ -94,10 +97,8 @@ def load_returned(config: Config, data: Source) -> Corpus:
         known = documents.column_names
         if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
             raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known or 'no rows'}.")
-    splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}
-    if "validation" not in splits:
-        splits["train"], splits["validation"] = _hold_out(splits["train"].with_format(None), data)
-    return replace(corpus_of(splits, config), notes=tuple(data.notes), classes=tuple(data.classes))
+    plain = {split: documents.with_format(None) for split, documents in splits.items()}
+    return {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in plain.items()}
 
 
 def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:

@@ -90,12 +90,12 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
 
 
 def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
-    """The rows of ``table`` that have a ``text`` and, if labelled, a ``label``: a class by its name.
+    """The rows of an unformatted ``table`` that have a ``text`` and, if labelled, a ``label``: a class by its name.
 
     Raises UserError for columns of other types, and for rows that may not be left out.
     """
     if data.labelled and (names := getattr(table.features["label"], "names", None)):
-        numbers = table.with_format(None)["label"][:]  # -1 stands for a hidden label
+        numbers = table["label"][:]  # -1 stands for a hidden label
         labels = [names[number] if number in range(len(names)) else None for number in numbers]
         table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
         data.classes.extend(() if data.classes else names)  # of the first split, which is read to be trained on
