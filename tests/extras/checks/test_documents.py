@@ -7,16 +7,19 @@ from typing import Any, cast
 
 import datasets
 import pytest
+import torch
 from made_tokenizers import tokenizer_of
 
 from train.batching import Loading
 from train.config import Config
 from train.extras.checks import Extra
 from train.extras.checks.documents import describe, describe_batch, describe_training, with_known_labels
+from train.launch import Launch
 from train.records import BatchArithmetic, Corpus, UserError
 from train.tasks import load_task, tokenize
 
 BYTES = tokenizer_of("bytes")
+ALONE = Launch()
 Rows = list[tuple[str, Any]]
 
 
@@ -191,14 +194,31 @@ def test_the_arithmetic_of_a_batch_is_said() -> None:
     )
 
 
-def training_lines(sizes: tuple[int, int], total: int, **optimization: Any) -> list[str]:
-    config = Config().changed(max_length=2048, learning_rate=0.1, **optimization)
+def training_lines(
+    sizes: tuple[int, int], total: int, device: str = "cpu", launch: Launch = ALONE, **options: Any
+) -> list[str]:
+    config = Config().changed(max_length=2048, learning_rate=0.1, **options)
     batches = SimpleNamespace(
         loading=Loading(cast("Any", None)), arithmetic=BatchArithmetic(2, 4, 3), steps_per_epoch=8
     )
     state = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
     parts: Any = SimpleNamespace(sizes=sizes, total_steps=total, batches=batches, state=state)
-    return describe_training(cast("Any", SimpleNamespace(config=config)), parts)
+    accelerator = SimpleNamespace(device=torch.device(device))
+    return describe_training(cast("Any", SimpleNamespace(config=config, accelerator=accelerator, launch=launch)), parts)
+
+
+def test_options_that_do_nothing_with_this_device_or_launch_are_told() -> None:
+    asked: dict[str, Any] = {"memory_snapshot": True, "optimizer_offload": True, "find_unused_parameters": True}
+    assert training_lines((1, 1), 8)[2:] == []
+    assert training_lines((1, 1), 8, **asked)[2:] == [
+        "memory_snapshot: does nothing on CPU",
+        "optimizer_offload: does nothing on CPU",
+        "find_unused_parameters: does nothing with one process",
+    ]
+    halves = training_lines((1, 1), 8, "cpu", Launch(2), **asked, dtype="bfloat16")  # which have originals in fp32
+    assert halves[2:] == ["memory_snapshot: does nothing on CPU"]
+    sharded = training_lines((1, 1), 8, "cuda", Launch(2, engine="fsdp2"), **asked)
+    assert sharded[2:] == ["find_unused_parameters: does nothing with fsdp2"]
 
 
 def test_what_is_said_of_model_and_batch() -> None:

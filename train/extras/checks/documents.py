@@ -80,7 +80,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
 
 
 def describe_training(run: Run, parts: Parts) -> list[str]:
-    """Lines about the model, how a global batch comes about, and a warm-up that does not end."""
+    """Lines about the model, how a global batch comes about, a warm-up that does not end, and idle options."""
     (trained, every), optim, total = parts.sizes, run.config.optimization, parts.total_steps
     name = getattr(getattr(parts.state.model, "config", None), "model_type", type(parts.state.model).__name__)
     size = f"{every / 1e6:.2f} M parameters"
@@ -92,7 +92,13 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
     if (warmup := num_warmup_steps(total, optim)) > total:
         highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
         lines.append(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
-    return lines
+    device, how = run.accelerator.device.type, str(run.launch) or "one process"
+    idle = {
+        "memory_snapshot": f"on {device.upper()}" if device != "cuda" else None,
+        "optimizer_offload": "on CPU" if (device, run.config.architecture.dtype) == ("cpu", "float32") else None,
+        "find_unused_parameters": f"with {how}" if how != "ddp" else None,
+    }
+    return lines + [f"{name}: does nothing {why}" for name, why in idle.items() if why and run.config.get(name)]
 
 
 def describe_batch(arithmetic: BatchArithmetic) -> str:
