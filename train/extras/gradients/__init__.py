@@ -45,16 +45,12 @@ class Extra(extras.Extra):
                 ("one micro-batch per step", is_one, two),
             )
 
-    def ready(self, run: Run, parts: Parts) -> None:
+    def before_training(self, run: Run, parts: Parts) -> None:  # after the rehearsal, of which they need not hear
         if (own := run.config.of(Options)).gradient_health:
             from train.extras.gradients.health import Health
 
             self._health = Health(run, parts.state.model, own.gradient_health_every_steps)
-
-    def before_training(self, run: Run, parts: Parts) -> None:
-        if self._health is not None:
-            self._health.recall()
-        if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
+        if own.gradient_noise_scale:
             from train.extras.gradients.noise import NoiseScale
 
             self._noise = NoiseScale(parts.model, parts.batches.arithmetic.dp_size)

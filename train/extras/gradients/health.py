@@ -38,15 +38,12 @@ class Health:
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 self._weights.setdefault(layer_of(name.rpartition(".")[0] or name), []).append(parameter)
-        self._rows, self._told = [], set()
+        # What the log has of the run before it was resumed; only the main process tells of illnesses.
+        rows = [row for row in read_metrics(run.outputs.metrics) if row["kind"] == "health"]
+        self._rows, self._told = [*rows[:1], *rows[1:][-ROWS:]], set()
         self._gradients: list[list[float]] = []  # of the step that is being made, by layer
         self._activations: dict[str, Tensor] | None = None  # () the largest so far, by layer; None: not measured now
         self._loss_scale, self._has_fp16 = None, False
-
-    def recall(self) -> None:
-        """Takes up what the log has of the run before it was resumed; only the main process tells of illnesses."""
-        rows = [row for row in read_metrics(self._run.outputs.metrics) if row["kind"] == "health"]
-        self._rows = [*rows[:1], *rows[1:][-ROWS:]]
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is measured: early ones more often, because that is where most runs go wrong."""
