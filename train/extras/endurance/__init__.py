@@ -232,20 +232,16 @@ class Extra(extras.Extra):
         """Explains a disk that cannot be written; empty if a rank is lost, which one rank has then reported."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
-        is_own = isinstance(error, OSError) and self._is_own(error)  # others are only read
-        if isinstance(error, OSError) and (error.errno in FULL or (is_own and error.errno in REFUSED)):
-            shutil.rmtree(Path(self._config.output.output_dir, ".partial-final"), ignore_errors=True)
-            where = error.filename or self._config.output.output_dir
-            elsewhere = " Set HF_HOME or TMPDIR to a disk with room." if error.filename and not is_own else ""
-            return f"{where} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
+        if isinstance(error, OSError):
+            folder, name = Path(self._config.output.output_dir), error.filename  # a sync names none
+            is_own = folder.resolve() in Path(name).resolve().parents if isinstance(name, str) else self._is_trained
+            if error.errno in FULL or (is_own and error.errno in REFUSED):  # other files are only read
+                shutil.rmtree(folder / ".partial-final", ignore_errors=True)
+                elsewhere = " Set HF_HOME or TMPDIR to a disk with room." if name and not is_own else ""
+                return f"{name or folder} cannot be written: {error.strerror}.{elsewhere} {self._how_to_resume()}"
         if self._is_trained:
             show_error(f"the work after the last step has failed. {self._how_to_resume()}")
         return None
-
-    def _is_own(self, error: OSError) -> bool:
-        """Whether ``error`` is about a file of this run; a sync names none."""
-        folder, name = Path(self._config.output.output_dir).resolve(), error.filename
-        return folder in Path(name).resolve().parents if isinstance(name, str) else self._is_trained
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""
