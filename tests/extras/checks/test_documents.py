@@ -211,14 +211,14 @@ def test_options_that_do_nothing_with_this_device_or_launch_are_told() -> None:
     asked: dict[str, Any] = {"memory_snapshot": True, "optimizer_offload": True, "find_unused_parameters": True}
     assert training_lines((1, 1), 8)[2:] == []
     assert training_lines((1, 1), 8, **asked)[2:] == [
-        "memory_snapshot: does nothing on CPU",
-        "optimizer_offload: does nothing on CPU",
-        "find_unused_parameters: does nothing with one process",
+        "memory_snapshot: does nothing on CPU with one process",
+        "find_unused_parameters: does nothing on CPU with one process",
+        "optimizer_offload: does nothing on CPU with one process",
     ]
     halves = training_lines((1, 1), 8, "cpu", Launch(2), **asked, dtype="bfloat16")  # which have originals in fp32
-    assert halves[2:] == ["memory_snapshot: does nothing on CPU"]
+    assert halves[2:] == ["memory_snapshot: does nothing on CPU with ddp"]
     sharded = training_lines((1, 1), 8, "cuda", Launch(2, engine="fsdp2"), **asked)
-    assert sharded[2:] == ["find_unused_parameters: does nothing with fsdp2"]
+    assert sharded[2:] == ["find_unused_parameters: does nothing on CUDA with fsdp2"]
 
 
 def test_what_is_said_of_model_and_batch() -> None:

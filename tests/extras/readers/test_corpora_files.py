@@ -1103,7 +1103,7 @@ def test_a_split_of_a_plain_folder_is_not_ignored(tmp_path: Path) -> None:
     check(from_values({**given, **saved, "validation_split": "train"}))  # which is not the one to train on
     (tmp_path / "dataset_dict.json").write_text("{}")  # as save_to_disk writes it
     check(from_values(given))
-    with pytest.raises(UsageError, match=r"dataset_config: .* has no configurations: leave it out"):
+    with pytest.raises(UsageError, match=r"dataset_config: .* has no configs: leave it out"):
         check(from_values({**given, "dataset_config": "en"}))
     (tmp_path / "held.jsonl").write_text("")
     plain = {"validation_dataset": str(tmp_path / "held.jsonl"), "validation_split": "dev"}

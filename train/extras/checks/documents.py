@@ -93,12 +93,10 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
         highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
         lines.append(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
     device, how = run.accelerator.device.type, str(run.launch) or "one process"
-    idle = {
-        "memory_snapshot": f"on {device.upper()}" if device != "cuda" else None,
-        "optimizer_offload": "on CPU" if (device, run.config.architecture.dtype) == ("cpu", "float32") else None,
-        "find_unused_parameters": f"with {how}" if how != "ddp" else None,
-    }
-    return lines + [f"{name}: does nothing {why}" for name, why in idle.items() if why and run.config.get(name)]
+    idle = {"memory_snapshot": device != "cuda", "find_unused_parameters": how != "ddp"}
+    idle["optimizer_offload"] = (device, run.config.architecture.dtype) == ("cpu", "float32")
+    asked = [name for name, is_idle in idle.items() if is_idle and run.config.get(name)]
+    return lines + [f"{name}: does nothing on {device.upper()} with {how}" for name in asked]
 
 
 def describe_batch(arithmetic: BatchArithmetic) -> str:
