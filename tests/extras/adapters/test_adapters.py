@@ -130,6 +130,16 @@ def test_layers_that_a_model_keeps_whole_are_not_kept_in_four_bits() -> None:
 
 
 @needs_bitsandbytes
+def test_a_model_that_casts_to_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongT5 is like T5, but does not say which of its layers have to be whole."""
+    monkeypatch.setattr(transformers.T5PreTrainedModel, "_keep_in_fp32_modules", None)
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
+    model = built({"model_type": "t5", **sizes, "dropout_rate": 0.0}, CLASSES, adapter="qlora")
+    with pytest.raises(UserError, match=r"qlora does not work here: this model casts to the type of a weight, .*lora"):
+        model(input_ids=torch.arange(3, 27).view(2, 12))
+
+
+@needs_bitsandbytes
 def test_weights_in_four_bits_take_an_eighth_and_multiply_in_the_runs_precision() -> None:
     from bitsandbytes.nn import Linear4bit
 

@@ -176,11 +176,18 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
     for layer in quantized:
         layer.compute_dtype, layer.compute_type_is_set = compute_dtype, True
+        layer.register_forward_pre_hook(_refuse_bytes)
         if layer.bias is not None:  # the layer would do that in its first forward, after it was digested
             layer.bias.data = layer.bias.data.to(compute_dtype)
         # On some processors the layer repacks its weights in evaluation, and has no gradient from then on.
         layer.support_avx512bf16_for_cpu = False
     model.is_loaded_in_4bit = True  # pyright: ignore - by which peft knows
+
+
+def _refuse_bytes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if inputs and not inputs[0].is_floating_point():  # nothing would be learned through it
+        why = "this model casts to the type of a weight, which in 4 bits is that of bytes"
+        raise UserError(f"adapter: qlora does not work here: {why}. Use --adapter lora.")
 
 
 class AdapterState(TrainingState):

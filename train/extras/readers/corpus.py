@@ -47,7 +47,7 @@ def load_corpus(data: Source, config: Config | None = None) -> Corpus:
         "sample_by": ("text files", not data.suffixes.isdisjoint(TEXT_SUFFIXES)),
         "quoting": ("CSV and TSV files", not data.suffixes.isdisjoint((".csv", ".tsv"))),
         "label_column": ("tasks with labels", data.labelled),
-        "dataset_options": ("functions", False),
+        "dataset_options": ("functions", config is not None),
     }
     for name, (what, is_used) in uses.items():
         if not is_used and getattr(data, name) != getattr(Source, name):
@@ -61,8 +61,6 @@ def load_corpus(data: Source, config: Config | None = None) -> Corpus:
 
 def _load(data: Source) -> dict[str, Dataset]:
     name, path = data.dataset, Path(data.dataset)
-    if data.dataset_options is not None:
-        data.notes.append("dataset_options: only a function takes them, so they are left out")
     if name == "stdlib":
         if data.labelled:
             raise UserError("stdlib has no labels. Write --dataset recipes/stdlib_packages.py:documents.")
