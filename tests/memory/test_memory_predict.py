@@ -437,6 +437,17 @@ def test_shards_on_the_host_are_not_on_the_card(world_size: int, predictor: Pred
     assert host_bytes(replace(one, sharding="fsdp2"), there) == 0
 
 
+@pytest.mark.parametrize(("dtype", "precision", "size"), [("bfloat16", "no", 2), ("bfloat16", "bf16", 4)])
+def test_shards_on_the_host_are_of_the_type_that_they_have_on_a_card(
+    dtype: str, precision: str, size: int, predictor: Predictors
+) -> None:
+    one = job(target=H100, dtype=dtype, mixed_precision=precision)
+    there, here = (predictor.predict(replace(one, sharding=s)) for s in ("fsdp2", "fsdp2_offload"))
+    assert there.bytes_by_kind[OPTIMIZER_STATE] == pytest.approx(2 * size * there.num_parameters, rel=0.05)
+    on_host = host_bytes(replace(one, sharding="fsdp2_offload"), here)  # weights, gradients and two moments
+    assert on_host == pytest.approx(4 * size * here.num_parameters, rel=0.001)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_plan_and_a_run_count_the_same_operations(dtype: str, predictor: Predictors) -> None:
     """Half of the square of causal attention, in both."""

@@ -72,14 +72,14 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds
     link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
     if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
-        weights, trained = _fp32_shard_bytes(job, prediction)
+        weights, trained = _shard_bytes(job, prediction)
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
     return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host_bytes(job, prediction), link)
 
 
 def host_bytes(job: Job, prediction: Prediction) -> int:
     """Host memory for what is offloaded, by a process: inputs of layers; weights, gradients and optimizer state."""
-    weights, trained = _fp32_shard_bytes(job, prediction)
+    weights, trained = _shard_bytes(job, prediction)
     moments = MOMENTS[job.values["optimizer"]]
     if job.sharding == OFFLOAD:
         return prediction.offloaded_bytes + weights + (1 + moments) * trained
@@ -87,10 +87,13 @@ def host_bytes(job: Job, prediction: Prediction) -> int:
     return prediction.offloaded_bytes + (1 + moments) * trained * bool(is_offloaded)  # originals and moments
 
 
-def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
-    """Bytes in fp32 of a rank's shard of all weights, and of those that are trained."""
-    ranks = job.world_size if job.sharding == OFFLOAD else 1
-    return 4 * -(-prediction.num_parameters // ranks), 4 * -(-prediction.num_trained_parameters // ranks)
+def _shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
+    """Bytes on the host of a rank's shard of all weights, and of those that are trained; of originals in fp32."""
+    ranks, size = job.world_size if job.sharding == OFFLOAD else 1, 4
+    # Mixed precision has accelerate shard fp32 weights; without it shards, gradients and moments are of the own type.
+    if job.sharding == OFFLOAD and job.values["mixed_precision"] in (None, "no") and job.values["dtype"] != "float32":
+        size = 2
+    return size * -(-prediction.num_parameters // ranks), size * -(-prediction.num_trained_parameters // ranks)
 
 
 class Plan(NamedTuple):
