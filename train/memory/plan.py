@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
 from train.memory.predict import MOMENTS, OFFLOAD, Job, Prediction, Predictor
@@ -204,13 +204,12 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         except UserError as error:
             problem = str(error)
     best = asked if asked is not None and asked.fits else None
-    (ways, shardings), *later = question.stages
-    smallest = search.smallest(ways, shardings, asked)  # some models cannot take a single example, such as BatchNorm
-    while later and best is None and not smallest.fits:
-        (ways, shardings), *later = later
-        smallest = search.smallest(ways, shardings, smallest)
-    if smallest.fits or best is not None:
-        best = search.fastest(ways, shardings, best)
+    smallest: Any = asked
+    for ways, shardings in question.stages:
+        smallest = search.smallest(ways, shardings, smallest)  # some models cannot take a single example: BatchNorm
+        if best is not None or smallest.fits:
+            best = search.fastest(ways, shardings, best)
+            break
     return Plan(asked, problem, best, smallest)
 
 
