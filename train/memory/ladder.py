@@ -53,17 +53,13 @@ def divisors(number: int) -> list[int]:
 
 
 def largest_fitting(
-    candidates: Sequence[int],
-    needs: Callable[[int], int | None],
-    room_bytes: int,
-    first: int,
-    enough: Callable[[], bool] = lambda: False,
+    candidates: Sequence[int], needs: Callable[[int], int | None], room_bytes: int, first: int
 ) -> int | None:
     """The largest of ``candidates`` (ascending) that needs at most ``room_bytes``; None: not even the smallest does.
 
     Guesses along the line through the last two points, because memory is nearly affine, and halves where that does not
     help. Never tries more than eight times what is known to fit, because large steps take long to predict. Begins with
-    ``first``; ``needs`` that are None count as too many; ``enough`` is asked after each try that fits.
+    ``first``; ``needs`` that are None count as too many.
     """
     low, high, index, tries = -1, len(candidates), candidates.index(first), 0
     points: list[tuple[int, int]] = []
@@ -73,8 +69,6 @@ def largest_fitting(
         points += [(size, needed)] if needed is not None else []
         if needed is not None and needed <= room_bytes:
             low = index
-            if enough():
-                break
         else:
             high = index
         tries += 1

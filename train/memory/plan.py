@@ -160,17 +160,17 @@ class Search:
         tried: list[Outcome] = []
 
         def needs(size: int) -> int | None:
+            fitting = (outcome for outcome in tried if outcome.fits)
+            fastest = min(fitting, key=lambda outcome: outcome.seconds_per_token, default=None)
+            if self._is_at_floor(fastest, tried):
+                return None
             if (outcome := self.try_(replace(technique, micro_batch_size=size))) is None:
                 return None
             insort(tried, outcome, key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes
 
-        def saturated() -> bool:
-            fitting = [outcome for outcome in tried if outcome.fits]
-            return self._is_at_floor(min(fitting, key=lambda outcome: outcome.seconds_per_token), tried)
-
         if sizes:
-            largest_fitting(sizes, needs, self.question.room_bytes, sizes[0], saturated)
+            largest_fitting(sizes, needs, self.question.room_bytes, sizes[0])
         return tried
 
     def _is_at_floor(self, outcome: Outcome | None, tried: Sequence[Outcome]) -> bool:
