@@ -554,6 +554,16 @@ def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_car
     assert found[0] == found[1]
 
 
+def test_tiles_are_predicted_for_metal() -> None:
+    """Of whose random numbers torch has no state by device."""
+    with Predictor() as predictor:
+        whole, tiled = (
+            predictor.predict(job(target=Target("mps"), gradient_checkpointing="full", length=2048, tiled_mlp=is_tiled))
+            for is_tiled in (False, True)
+        )
+    assert tiled.peak_bytes < whole.peak_bytes
+
+
 def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> None:
     vocabulary, length = 32_000, 8192
     sized = {**LLAMA, "vocab_size": vocabulary}

@@ -168,7 +168,8 @@ class _Tiles(torch.autograd.Function):
         kind = hidden.device.type
         now = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast = partial(torch.autocast, kind, **now)  # for backward, which runs outside it
-        has_own = kind not in ("cpu", "meta") and torch.get_device_module(kind).is_initialized()  # a fake draws nothing
+        # A fake device draws nothing; of Metal torch's own checkpoints restore nothing either.
+        has_own = kind not in ("cpu", "meta", "mps") and torch.get_device_module(kind).is_initialized()
         ctx.random_states = torch.get_rng_state(), *(get_device_states(hidden) if has_own else ([], []))
         return _in_tiles(part, hidden, size)
 
