@@ -133,15 +133,12 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Inside it, new tensors are fake, and libraries treat them as real ones."""
     import torch.optim.optimizer as optimizer
-    import torch.utils._foreach_utils as foreach
     from transformers.utils import import_utils
 
     mode, is_fake = FakeTensorMode(allow_non_fake_inputs=True), import_utils.is_fake_tensor
-    types = [*optimizer._foreach_supported_types, FakeTensor]
     with (
-        # or AdamW and clipping would not use their foreach forms
-        patch.object(optimizer, "_foreach_supported_types", types),
-        patch.object(foreach, "_foreach_supported_types", types),
+        # or an optimizer of your own would not use its foreach form, which takes more memory
+        patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
         # accelerate tells tensors apart by address when it shards; a fake tensor's own would be zero
         patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         # or transformers would behave as under tracing, and build masks that a run does not build
