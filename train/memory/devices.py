@@ -27,7 +27,7 @@ class Device:
     @property
     def has_known_speed(self) -> bool:
         """Whether times can be estimated."""
-        return self.memory_bytes_per_second is not None and find_card(self.name) is not None
+        return self.memory_bytes_per_second is not None
 
 
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less

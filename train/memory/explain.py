@@ -35,8 +35,6 @@ _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, wha
     cause: [hint for entry in entries for hint in (entry.items() if isinstance(entry, dict) else _HINTS[entry])]
     for cause, entries in ladder.TEXTS["remedies"].items()
 }
-# What is told by words alone, squeezed: cause, what happened, why.
-_BY_WORDS = {told["pattern"]: (cause, told["what"], told["why"]) for cause, told in ladder.TEXTS["by_words"].items()}
 
 
 def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
@@ -74,10 +72,11 @@ def explain(message: str) -> str:
     The message may stand alone or within a traceback or log. Raises UsageError if it is not about memory.
     """
     oom, text = parse_oom(message), squeezed(message)
-    told = next((told for pattern, told in _BY_WORDS.items() if re.search(pattern, text)), None)
+    by_words = ladder.TEXTS["by_words"]
+    cause = next((cause for cause, told in by_words.items() if re.search(told["pattern"], text)), "")
     # A process is often killed because another one ran out; a message with torch's figures is the one to explain.
-    if told is not None and (oom is None or (told[0] != "host" and not oom.total_bytes)):
-        cause, lines = told[0], [told[1], *_wrapped("Why: ", told[2])]
+    if cause and (oom is None or (cause != "host" and not oom.total_bytes)):
+        lines = [by_words[cause]["what"], *_wrapped("Why: ", by_words[cause]["why"])]
     elif oom is not None:
         cause, lines = _account(oom, weights_fill=_LOADING.search(message) is not None)
     else:

@@ -4,8 +4,8 @@ Time is a roofline's (Williams, Waterman, Patterson 2009): each operator takes a
 whichever is longer, at rates that real kernels reach. It ranks settings; it does not replace a measurement.
 
 The rules are those of the sources. torch: ``sdp_utils.cpp`` for the choice among attention kernels, the backward
-wrappers of each kernel for the buffers they take from the caching allocator and free before they return. Losses: Cut
-Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0.8. On-chip memory is not counted.
+wrappers of each kernel for the buffers they take from the caching allocator and free before they return. Losses: Liger
+Kernel 0.8. On-chip memory is not counted.
 """
 
 import os
@@ -47,7 +47,7 @@ by_heads = module_of("long_sequences", "heads")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-CUDNN = torch.backends.cudnn.version() or (92400 if RELEASE >= (2, 14) else 91900)  # that of CUDA 13's wheels
+CUDNN = torch.backends.cudnn.version() or 92400  # that of torch 2.14's wheels for CUDA 13; older ones ask only for 9.15
 # Older ones are wrong for some lengths; the variable is torch's own.
 CUDNN_FIRST = CUDNN > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 # Shares of the published rates that large kernels reach, as steps on an H200 showed (docs/results/memory_accuracy-*):

@@ -29,7 +29,7 @@ def target_of(device: Device) -> Target:
     if device.kind != "cuda":
         return Target(device.kind)
     rated = device if device.has_known_speed else find_device(STAND_IN)
-    capability = device.compute_capability or rated.compute_capability or (8, 0)
+    capability = device.compute_capability or (8, 0)  # AMD's, and cards of unknown speed, have the kernels of an A100
     return Target(
         device_type="cuda",
         capability=capability,
