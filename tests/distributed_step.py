@@ -34,7 +34,7 @@ def main(output: str, micro_batch_size: int) -> None:
     norms = []
     for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
         parts = Rounds().form(ids, [lengths[i] for i in ids], BatchArithmetic(micro_batch_size, 1, launch.dp_size))
-        mine = [part[launch.dp_rank] for part in parts]
+        mine = [part[launch.rank // launch.mp_size] for part in parts]
         window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
         outcome = optimizer_step(engine, model, optimizer, window)
         norms.append(outcome.grad_norm)

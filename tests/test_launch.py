@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import ACCELERATE_LAUNCH, ROOT
+from support import ACCELERATE_LAUNCH, ROOT, run_for
 from torch.distributed import distributed_c10d
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from train.config import Config
+from train.data import PreparedData
 from train.launch import Launch, accelerator_options, read_launch, shard_by_layer
-from train.records import EXIT_ERROR
+from train.records import EXIT_ERROR, BatchArithmetic
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -29,7 +31,7 @@ def sizes(world_size: int, rank: int = 0, **given: int) -> dict[str, str]:
 def test_nobody_launched() -> None:
     launch = read_launch({})
     assert launch == Launch()
-    assert (launch.dp_size, launch.dp_rank, launch.mp_size, str(launch)) == (1, 0, 1, "")
+    assert (launch.dp_size, launch.rank, launch.mp_size, str(launch)) == (1, 0, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -42,13 +44,15 @@ def test_nobody_launched() -> None:
 )
 def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> None:
     launch = read_launch({**MEET, "WORLD_SIZE": "2", "RANK": "1", **environment})
-    assert (launch.engine, str(launch), launch.dp_size, launch.dp_rank) == (engine, engine, 2, 1)
+    assert (launch.engine, str(launch), launch.dp_size, launch.rank) == (engine, engine, 2, 1)
 
 
 def test_ranks_that_share_examples_are_neighbours() -> None:
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
     launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
-    assert [launch.dp_rank for launch in launches] == [0, 0, 0, 0, 1, 1, 1, 1]
+    data: Any = PreparedData(*[None] * 3, examples={"train": None}, loading=None)  # pyright: ignore
+    batches = [data.training_batches(run_for(Config(), launch=launch), BatchArithmetic(1, 1, 2)) for launch in launches]
+    assert [part.rank for part in batches] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {(launch.dp_size, launch.mp_size) for launch in launches} == {(2, 4)}
     assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"
 

@@ -369,7 +369,7 @@ def test_smoothing_and_z_loss_are_as_defined(objective: Objective) -> None:
 def with_loss(model: nn.Module, loss: str = "full", objective: Objective = PLAIN) -> ModelWithLoss:
     """``model`` with the loss of this name."""
     made = ModelWithLoss(model)
-    objective.set_in(made)
+    made.loss_sum = objective.loss_sum
     if loss != "full":
         use_loss_in_head(made, loss, objective)
     return made
@@ -601,7 +601,7 @@ def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -
     assert not measure[1]()
     smoothing = Config().changed(label_smoothing=0.1, model="own:model", tokenizer="bytes")
     if task is OwnLoss:
-        with pytest.raises(UserError, match="label_smoothing and z_loss belong to cross-entropy"):
+        with pytest.raises(UserError, match="label_smoothing and z_loss are for cross-entropy"):
             Extra().change_loss(run_for(smoothing), own)
         torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
     else:

@@ -460,7 +460,7 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ),
         ("early_stopping_patience: 2", "needs eval_every_steps"),
         ("grad_norm_type: 2", "expected one of 1, 2, inf (in quotes, else YAML reads a number"),
-        ("dataset: stdlib\nvalidation_split: test", "validation_split: stdlib has no splits: leave it out"),
+        ("dataset: stdlib\nvalidation_split: test", "validation_split: stdlib does not have splits: leave it out"),
         ("model_config: {hidden_size: 8}", "model_type is missing"),
         ("learning_rate: .nan", "learning_rate: nan is not valid"),
     ],

@@ -89,7 +89,8 @@ def verify(checkpoint: Path) -> str | None:
             path = checkpoint / name
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if not matches(path, expected.get("digest") or expected["sha256"]):
+            known = expected.get("digest") or expected["sha256"]
+            if digest(path, known) != known:
                 return f"{name} was altered"
         if f"step-{manifest['step']:08d}" != checkpoint.name:
             return f"it is the checkpoint of step {manifest['step']}"
@@ -125,18 +126,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def digest(path: Path, kind: Callable[[], Any] = xxhash.xxh3_128) -> str:
-    """A digest of a file: against accidents, and faster than any disk."""
-    found = kind()
+def digest(path: Path, like: str = "") -> str:
+    """A digest of a file: XXH3, or SHA-256 if the one to compare with is ``like`` those of earlier versions."""
+    found = hashlib.sha256() if len(like) == 64 else xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(2**22):
             found.update(block)
     return found.hexdigest()
-
-
-def matches(path: Path, expected: str) -> bool:
-    """Whether a file has this digest; runs of earlier versions kept SHA-256, which is twice as long."""
-    return digest(path, hashlib.sha256 if len(expected) == 64 else xxhash.xxh3_128) == expected
 
 
 def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> None:

@@ -31,7 +31,8 @@ class PreparedData:
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
         examples, seed = self.examples["train"], run.config.optimization.seed
-        return Batches(examples, self.loading, arithmetic, run.launch.dp_rank, seed)
+        part = run.launch.rank // run.launch.mp_size  # neighbours that share a sequence or a model get the same one
+        return Batches(examples, self.loading, arithmetic, part, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""

@@ -40,11 +40,6 @@ class Launch:
         """Ranks, or groups of them, that see different examples."""
         return self.world_size // self.mp_size
 
-    @property
-    def dp_rank(self) -> int:
-        """Which of the ``dp_size`` parts of a global batch is this rank's."""
-        return self.rank // self.mp_size
-
     def __str__(self) -> str:
         parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
         sizes = (("tensor", self.tp_size), ("context", self.cp_size), ("sequence", self.sp_size))

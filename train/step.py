@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from train.config import Config
 from train.records import MicroBatch, StepOutcome, UserError
 
+MicroBatches: TypeAlias = Sequence[MicroBatch]  # this rank's part of a step
 Mark: TypeAlias = Callable[[str], object]  # told which phase of a step begins: forward, backward, clip or optimizer
 
 
@@ -67,15 +68,13 @@ class Engine:
             optimizer.step()
         return norm, not math.isfinite(norm) or optimizer.step_was_skipped
 
-    def step(
-        self, model: nn.Module, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False
-    ) -> StepOutcome:
+    def step(self, model: nn.Module, optimizer: Any, micro_batches: MicroBatches, stop: bool = False) -> StepOutcome:
         """One step, as the loop makes it: :func:`optimizer_step`, or what guards it."""
         return optimizer_step(self, model, optimizer, micro_batches, stop)
 
 
 def optimizer_step(
-    engine: Engine, model: nn.Module, optimizer: Any, micro_batches: Sequence[MicroBatch], stop_requested: bool = False
+    engine: Engine, model: nn.Module, optimizer: Any, micro_batches: MicroBatches, stop_requested: bool = False
 ) -> StepOutcome:
     """Updates ``model`` by the gradient of the global batch: Σ token losses ÷ the number of its targets.
 
@@ -116,7 +115,7 @@ def optimizer_step(
     return StepOutcome(loss_sum, targets, tokens, positions, norm, clipped, skipped, stops > 0)
 
 
-def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:
+def count(micro_batches: MicroBatches, stop_requested: bool) -> list[int]:
     """(targets, tokens, positions, stop requests) of this rank."""
     rows = [(b.num_targets, b.num_tokens, math.prod(b.shape)) for b in micro_batches]
     return [*map(sum, zip((0, 0, 0), *rows, strict=True)), int(stop_requested)]

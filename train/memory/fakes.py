@@ -72,10 +72,6 @@ class FakeTracker(StorageTracker):
             self.costs.count(func, args, kwargs, result, self.repeats)
         return result
 
-    def restart_trace(self) -> None:
-        """The trace begins with what is live now, as if it had been allocated in one go."""
-        self.trace = [(key, block.num_bytes) for key, block in self.live.items() if block.num_bytes]
-
     def _resize(self, key: int, size: int) -> None:
         if size != (before := self.live[key].num_bytes):
             self.trace += [(key, n) for n in (-before, size) if n]

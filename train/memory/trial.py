@@ -131,7 +131,8 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
         tracker.hold(sum(p.numel() * p.element_size() for p in trained), GRADIENTS)
     if job.target.device_type == "cuda":
         tracker.hold(library_workspace_bytes(job.target.capability), WORKSPACE)
-    tracker.restart_trace()  # a run builds on the CPU and moves only what remains of each tensor to the device
+    # The trace begins here: a run builds on the CPU and moves only what remains of each tensor to the device.
+    tracker.trace = [(key, block.num_bytes) for key, block in tracker.live.items() if block.num_bytes]
     # The first update makes the optimizer's state, so the peak is the same only from the second step on.
     tracker.mark("optimizer")
     make_optimizer_state(run, network, optimizer)

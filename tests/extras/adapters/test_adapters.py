@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -459,8 +458,10 @@ def test_a_base_that_has_changed_is_refused_by_name(
     flags = ("--model", base, "--adapter", "lora")
     with monkeypatch.context() as patched:
         if digest == "sha256":  # which earlier versions kept
-            own = property(lambda state: state.digest_frozen(hashlib.sha256))
-            patched.setattr("train.extras.adapters.lora.AdapterState.frozen_digest", own)
+            from train.extras.adapters.lora import AdapterState
+
+            new = AdapterState.frozen_digest
+            patched.setattr(AdapterState, "frozen_digest", lambda state, digits: new(state, 64))
         assert train(recipe, tmp_path / "run", *flags, "--max_steps", 1) == EXIT_DONE
     kept = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())["frozen"]
     assert len(kept) == (64 if digest == "sha256" else 32)

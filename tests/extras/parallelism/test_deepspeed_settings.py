@@ -113,7 +113,6 @@ def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pyt
     for launch in (replace(SEQUENCES, world_size=4, rank=3), replace(TWO, tp_size=2, rank=1)):
         data.evaluation_batches(run_for(Config(), launch=launch), rows)
     assert parts == [[[3]], [[0], [1], [2], [3]]]
-    assert replace(SEQUENCES, world_size=4, rank=3).dp_rank == 1
 
 
 def test_want_of_deepspeed_is_said_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

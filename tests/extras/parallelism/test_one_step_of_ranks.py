@@ -86,7 +86,7 @@ def _step_on_a_rank(output: Path, rank: int) -> int:
             assert (type(engine) is Engine) == (launch.engine == "ddp" and launch.mp_size == 1)
             engine = way.engine(accelerator, run.config) if way else engine
             for examples in global_batches():
-                mine = examples[launch.dp_rank :: launch.dp_size]
+                mine = examples[launch.rank // launch.mp_size :: launch.dp_size]
                 assert not engine.step(model, optimizer, micro_batches(mine, 2)).skipped
 
         return differences(take_steps, partial(state.whole_tensors, keep=True), plain, clips)

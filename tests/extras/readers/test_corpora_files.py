@@ -1093,7 +1093,7 @@ def test_a_run_among_its_own_documents_is_refused(tmp_path: Path) -> None:
 
 def test_a_split_of_a_plain_folder_is_not_ignored(tmp_path: Path) -> None:
     given = {"dataset": str(tmp_path), "dataset_split": "books", "tokenizer": "bytes", "model": "x"}
-    with pytest.raises(UsageError, match=r"dataset_split: .* has no splits: leave it out"):
+    with pytest.raises(UsageError, match=r"dataset_split: .* does not have splits: leave it out"):
         check(from_values(given))
     (tmp_path / "dataset_train.json").write_text("{}")
     with pytest.raises(UsageError, match="leave it out"):
@@ -1103,9 +1103,9 @@ def test_a_split_of_a_plain_folder_is_not_ignored(tmp_path: Path) -> None:
     check(from_values({**given, **saved, "validation_split": "train"}))  # which is not the one to train on
     (tmp_path / "dataset_dict.json").write_text("{}")  # as save_to_disk writes it
     check(from_values(given))
-    with pytest.raises(UsageError, match=r"dataset_config: .* has no configs: leave it out"):
+    with pytest.raises(UsageError, match=r"dataset_config: .* does not have configs: leave it out"):
         check(from_values({**given, "dataset_config": "en"}))
     (tmp_path / "held.jsonl").write_text("")
     plain = {"validation_dataset": str(tmp_path / "held.jsonl"), "validation_split": "dev"}
-    with pytest.raises(UsageError, match=r"validation_split: .*held\.jsonl has no splits: leave it out"):
+    with pytest.raises(UsageError, match=r"validation_split: .*held\.jsonl does not have splits: leave it out"):
         check(from_values({**given, **plain}))

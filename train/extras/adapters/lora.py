@@ -9,9 +9,9 @@ resumes builds these again, and stops if they came out different.
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -199,26 +199,22 @@ class AdapterState(TrainingState):
         return {name: tensor for name, tensor in self.model_tensors().items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
-        return {**super().values(), "frozen": self.frozen_digest}
+        return {**super().values(), "frozen": self.frozen_digest(32)}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         stored = str(values.get("frozen"))
-        own = self.digest_frozen(hashlib.sha256) if len(stored) == 64 else self.frozen_digest  # of earlier versions
-        if stored != own:
+        if stored != (own := self.frozen_digest(len(stored))):
             digests = f"{own[:16]}, those of the checkpoint {stored[:16]}"
             remedy = "Give the same ones, or --resume never to start from scratch"
             why = "the model's files, type or quantisation have changed"
             raise UserError(f"the frozen weights have the digest {digests}: {why}. {remedy}.")
         super().restore(blocks, values)
 
-    @cached_property
-    def frozen_digest(self) -> str:
-        return self.digest_frozen(xxhash.xxh3_128)
-
-    def digest_frozen(self, kind: Callable[[], Any]) -> str:
-        """Of the weights that are not trained, and the scales of those in 4 bits; all ranks take part."""
-        digest = kind()
+    @cache  # noqa: B019 - a run has one state
+    def frozen_digest(self, digits: int) -> str:
+        """Of weights that are not trained, and scales of those in 4 bits, by all ranks; earlier versions: 64 digits."""
+        digest = hashlib.sha256() if digits == 64 else xxhash.xxh3_128()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 continue

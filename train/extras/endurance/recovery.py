@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import release_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome, one_line
-from train.step import Engine, count, seed_generators
+from train.step import Engine, MicroBatches, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
 Say: TypeAlias = Callable[[str], object]
@@ -73,9 +72,7 @@ class Recovering(Engine):
         self._too_many: int | None = None  # the smallest number of positions that failed
         self._totals: list[int] | None = None  # of the step that is being made
 
-    def step(
-        self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
-    ) -> StepOutcome:
+    def step(self, model: nn.Module, optimizer: Any, micro_batches: MicroBatches, stop: bool = False) -> StepOutcome:
         """One step, made again as often as it takes; raises OutOfMemoryError where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -198,7 +195,7 @@ class Recovering(Engine):
         self._say(f"out of memory in {fault.where}: {remedy}")
 
 
-def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:
+def split(micro_batches: MicroBatches, too_many: int | None) -> list[MicroBatch]:
     """The examples, in their order, in micro-batches of fewer than ``too_many`` positions or of one example."""
     pieces: list[MicroBatch] = []
     for batch in micro_batches:

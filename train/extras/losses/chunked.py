@@ -15,9 +15,8 @@ from torch.autograd.function import once_differentiable
 from train.config import Config
 from train.extras.device import product_dtype
 from train.extras.losses import Options
-from train.model import ModelWithLoss
-from train.records import IGNORE, UserError
-from train.tasks import Scores, cross_entropy, cross_entropy_sum
+from train.records import IGNORE
+from train.tasks import Scores, cross_entropy
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
 CHUNK_LOGITS_BYTES = 64 * 2**20
@@ -41,12 +40,6 @@ class Objective:
             log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
             loss = loss + self.z_loss * log_z.square().sum()
         return loss
-
-    def set_in(self, model: ModelWithLoss) -> None:
-        """Makes it the loss of the logits of ``model``; raises UserError where the task has a loss of its own."""
-        if self != PLAIN and model.loss_sum is not cross_entropy_sum:
-            raise UserError("label_smoothing and z_loss belong to cross-entropy; this task has another loss: use 0.")
-        model.loss_sum = model.loss_sum if self == PLAIN else self.loss_sum
 
 
 PLAIN = Objective()  # cross-entropy

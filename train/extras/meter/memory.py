@@ -68,12 +68,7 @@ class MemoryMeter:
     leaks: LeakWatch
 
     def __init__(
-        self,
-        device: torch.device,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        num_classes: int | None,
-        say: Callable[[str], None],
+        self, device: torch.device, network: nn.Module, optimizer: Any, num_classes: int | None, say: Callable[..., Any]
     ) -> None:
         self.device, self.network, self.optimizer, self.num_classes = device, network, optimizer, num_classes
         self.phase = ""  # the phase that is running, or failed

@@ -5,7 +5,6 @@ gradient to accumulate, and none to clip by the norm of all; so this is for one 
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,8 +12,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from train.records import MicroBatch, StepOutcome
-from train.step import Engine
+from train.records import StepOutcome
+from train.step import Engine, MicroBatches
 
 
 class InBackward(Engine):
@@ -25,9 +24,7 @@ class InBackward(Engine):
     same backward, and were finite, keep their update: the step counts as skipped, and is reported so.
     """
 
-    def step(
-        self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
-    ) -> StepOutcome:
+    def step(self, model: nn.Module, optimizer: Any, micro_batches: MicroBatches, stop: bool = False) -> StepOutcome:
         self._optimizer: Any = optimizer.optimizer
         return super().step(model, optimizer, micro_batches, stop)
 

@@ -73,7 +73,7 @@ class Extra(extras.Extra):
         for key, place in places.items():
             has_splits = key != "dataset_config" and is_saved(Path(place))
             if key in unread and not has_splits and (place == "stdlib" or Path(place).exists()):
-                raise UsageError(f"{key}: {place} has no {key.rpartition('_')[2]}s: leave it out.")
+                raise UsageError(f"{key}: {place} does not have {key.rpartition('_')[2]}s: leave it out.")
         if own.dataset_split == own.validation_split and own.validation_dataset is None:
             raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
