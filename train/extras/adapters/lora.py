@@ -193,6 +193,8 @@ def _refuse_bytes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 class AdapterState(TrainingState):
     """A run whose checkpoints hold what is trained, and a digest of what is not."""
 
+    __hash__ = object.__hash__  # by which the digest is remembered
+
     def checkpointed_tensors(self) -> dict[str, Tensor]:
         """Adapters, trained heads and persistent buffers, by name."""
         kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
