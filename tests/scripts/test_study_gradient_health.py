@@ -79,8 +79,8 @@ def test_shares_in_fp16_follow_from_the_sizes_of_elements() -> None:
     assert "of 65,536 0 % and 0 %. The largest scale without overflow is 2^18" in said
 
 
-def test_illnesses_come_first_and_a_run_that_failed_is_told() -> None:
-    assert health.sentences(found(NORMS, ROWS))[0] == "No illness in 2 measured steps up to step 2."
+def test_problems_come_first_and_a_run_that_failed_is_told() -> None:
+    assert health.sentences(found(NORMS, ROWS))[0] == "No problem in 2 measured steps up to step 2."
     sick = [row(step, (1.0, 1e-9, 2.0)) for step in (1, 2, 4)]
     ended = {"variant": "run", "seed": 1, "status": DIVERGED, "reason": "no finite gradient"}
     first, second, *_ = health.sentences(found(NORMS, sick, outcomes=[ended]))

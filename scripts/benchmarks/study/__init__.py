@@ -9,7 +9,7 @@ ablation         what each technique brings, alone and together, over several se
 learning_rate    a range test: which rate to start from
 batch_size       which global batch: loss, steps and memory for the same number of examples
 context          whether the long context is used: loss by position, and recall from far back
-gradient_health  what ails the gradients, layer by layer; whether fp16 would hold them; where to clip
+gradient_health  what is wrong with gradients, layer by layer; whether fp16 would hold them; where to clip
 
 ``python scripts/study.py NAME --help`` shows the flags of each.
 """

@@ -21,7 +21,7 @@ from scripts.benchmarks.study.charts import COLOURS, drawn_svg
 from scripts.benchmarks.study.curves import write
 from scripts.benchmarks.study.trials import DONE, Trial, conducted, outcomes_of, parser_of
 from train.config import read_recipe
-from train.extras.gradients.illnesses import Illness, illnesses
+from train.extras.gradients.problems import Problem, problems_in
 from train.extras.report.charts import FIRST, MUTED, SECOND, WARN, Chart
 from train.figures import read_metrics
 
@@ -67,12 +67,12 @@ def read(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
 # ---- what the figures say --------------------------------------------------------------------------------------------
 
 
-def first_seen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Illness]]:
-    """Each illness with the step at which it is first seen."""
-    found: dict[str, tuple[int, Illness]] = {}
+def first_seen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Problem]]:
+    """Each problem with the step at which it is first seen."""
+    found: dict[str, tuple[int, Problem]] = {}
     for number, row in enumerate(rows):
-        for illness in illnesses(rows[: number + 1]):
-            found.setdefault(illness.name, (row["step"], illness))
+        for problem in problems_in(rows[: number + 1]):
+            found.setdefault(problem.name, (row["step"], problem))
     return list(found.values())
 
 
@@ -112,8 +112,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
     ended = [f"Seed {o.seed}: {o.status}: {o.reason}." for o in outcomes_of(found) if o.status != DONE]
     if not rows or not norms:
         return [*ended, "No step was measured: look at errors.txt of the run."]
-    seen = [f"From step {step} on: {illness}" for step, illness in first_seen(rows)]
-    said = [*ended, *(seen or [f"No illness in {len(rows)} measured steps up to step {rows[-1]['step']}."])]
+    seen = [f"From step {step} on: {problem}" for step, problem in first_seen(rows)]
+    said = [*ended, *(seen or [f"No problem in {len(rows)} measured steps up to step {rows[-1]['step']}."])]
     said += clipping_advice(norms, found["max_grad_norm"])
     shares = elements(rows)
     if not shares:

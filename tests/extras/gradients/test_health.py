@@ -1,4 +1,4 @@
-"""Gradient health: its figures are those computed directly, planted illnesses are named, healthy models are not."""
+"""Gradient health: its figures are those computed directly, planted problems are named, healthy models are not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train import extras
 from train.config import Config, from_values
 from train.extras.gradients import health
 from train.extras.gradients.health import Health, figures_of, gradient_of, layer_of
-from train.extras.gradients.illnesses import illnesses
+from train.extras.gradients.problems import problems_in
 from train.figures import read_metrics
 from train.launch import Launch
 from train.model import ModelWithLoss
@@ -89,10 +89,10 @@ def measured(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[dict
         accelerator._optimizers = [optimizer]
     run = run_for(config, accelerator)
     monkeypatch.setattr(run.outputs, "record", lambda run, kind, step, row: rows.append((kind, step, row)))
-    ill = Health(run, network, 1)
-    engine = Engine(accelerator, config, lambda phase: ill.see_gradient() if phase == "clip" else None)
-    assert ill.is_due(7)
-    with ill.measuring(7):
+    health = Health(run, network, 1)
+    engine = Engine(accelerator, config, lambda phase: health.see_gradient() if phase == "clip" else None)
+    assert health.is_due(7)
+    with health.measuring(7):
         engine.step(model, optimizer, window)
     ((kind, step, row),) = rows
     assert (kind, step, row["layers"], row["loss_scale"]) == ("health", 7, list(layers), scale)
@@ -151,10 +151,10 @@ def test_a_sum_of_losses_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> No
     network.head.__class__ = LossHead
     run = run_for(from_values({"model": "x"}), Accelerator(cpu=True))
     monkeypatch.setattr(run.outputs, "record", lambda run, kind, step, row: rows.append(row))
-    ill = Health(run, network, 1)
-    with ill.measuring(1):
+    health = Health(run, network, 1)
+    with health.measuring(1):
         network(**batch(1).inputs).backward()
-        ill.see_gradient()
+        health.see_gradient()
     seen = dict(zip(rows[0]["layers"], rows[0]["activations"], strict=True))
     assert seen["head"] is None and 0 < seen["blocks.0"] < 100
 
@@ -165,10 +165,10 @@ def test_layers_are_blocks_and_modules_outside_of_blocks() -> None:
 
 
 def test_early_steps_and_every_nth_are_due() -> None:
-    ill = Health(run_for(Config()), Net(), 20)
+    health = Health(run_for(Config()), Net(), 20)
     due = []
     for step in range(65):
-        due += [step] if ill.is_due(step) else []
+        due += [step] if health.is_due(step) else []
     assert due == [1, 2, 4, 8, 16, 20, 40, 60]
 
 
@@ -180,7 +180,7 @@ def test_large_tensors_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert gradient_of([weight], is_fp16=False) == whole
 
 
-# ---- illnesses in given figures --------------------------------------------------------------------------------------
+# ---- problems in given figures ---------------------------------------------------------------------------------------
 
 
 def row(norms: Sequence[float | None], **other: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_judged(name: str) -> None:
     rows, expected = CASES[name]
-    assert [(illness.name, illness.layer) for illness in illnesses(rows)] == expected
+    assert [(problem.name, problem.layer) for problem in problems_in(rows)] == expected
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ Told = Callable[..., tuple[list[str], list[dict[str, Any]]]]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Told:
-    """Trains with the flags given; the illnesses that it names, and the rows of health."""
+    """Trains with the flags given; the problems that it names, and the rows of health."""
     (tmp_path / "my_models.py").write_text(MODELS)
     paths = sorted((ROOT / "train").glob("*.py"))
     with (tmp_path / "documents.jsonl").open("w") as file:
@@ -370,7 +370,7 @@ def test_the_quickstart_is_not_accused(tmp_path: Path) -> None:
         ("half", (), "fp16 underflow", ("layers.",), "mixed_precision: fp16"),
     ],
 )
-def test_illnesses_are_named(
+def test_problems_are_named(
     model: Any, flags: Sequence[Any], name: str, layers: tuple[str, ...], remedy: str, train: Told
 ) -> None:
     told, _ = train(model, "--max_steps", 20, *flags)

@@ -15,7 +15,7 @@ from train.records import MicroBatch, Parts, Run, arithmetic_of
 class Options:
     """What the gradient tells."""
 
-    gradient_health: bool = option(False, "Measure gradients and activations by layer, and name illnesses.")
+    gradient_health: bool = option(False, "Measure gradients and activations by layer, and name problems.")
     gradient_health_every_steps: int = option(50, "Every n steps, and at 1, 2, 4, ...", ge=1, needs="gradient_health")
     gradient_noise_scale: bool = option(False, "Log up to which size larger batches pay off; needs accumulation.")
 

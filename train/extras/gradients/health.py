@@ -1,4 +1,4 @@
-"""Measures gradients and activations by layer in the steps that are due, and tells what ails them.
+"""Measures gradients and activations by layer in the steps that are due, and names what is wrong.
 
 A layer is a block of the model (``model.layers.0``) or a module outside of blocks (``lm_head``). Each due step writes a
 row ``health`` to ``metrics.jsonl``, with a list over layers for each of FIGURES. The gradient is that of the mean loss,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.extras.gradients.illnesses import illnesses
+from train.extras.gradients.problems import problems_in
 from train.figures import read_metrics
 from train.records import Run, exchange
 
@@ -38,7 +38,7 @@ class Health:
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 self._weights.setdefault(layer_of(name.rpartition(".")[0] or name), []).append(parameter)
-        # What the log has of the run before it was resumed; only the main process tells of illnesses.
+        # What the log has of the run before it was resumed; only the main process tells of problems.
         rows = [row for row in read_metrics(run.outputs.metrics) if row["kind"] == "health"]
         self._rows, self._told = [*rows[:1], *rows[1:][-ROWS:]], set()
         self._gradients: list[list[float]] = []  # of the step that is being made, by layer
@@ -84,7 +84,7 @@ class Health:
             self._gradients = [gradient_of(weights, self._has_fp16) for weights in self._weights.values()]
 
     def _record(self, step: int) -> None:
-        """Writes the row of a step, of all ranks together, and tells of each illness once."""
+        """Writes the row of a step, of all ranks together, and tells of each problem once."""
         run, seen = self._run, self._activations or {}
         own = [float(seen.get(name, -math.inf)) for name in self._weights]
         gradients, activations = zip(*exchange((self._gradients, own)), strict=True)  # by rank
@@ -94,10 +94,10 @@ class Health:
         row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
         run.outputs.record(run, "health", step, row)
         self._rows = [*self._rows[:1], *self._rows[1:][-ROWS:], row]
-        for illness in illnesses(self._rows):
-            if illness.name not in self._told:
-                self._told.add(illness.name)
-                run.outputs.note(f"gradient health, step {step}: {illness}")
+        for problem in problems_in(self._rows):
+            if problem.name not in self._told:
+                self._told.add(problem.name)
+                run.outputs.note(f"gradient health, step {step}: {problem}")
 
 
 def layer_of(path: str) -> str:

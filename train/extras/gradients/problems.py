@@ -1,9 +1,9 @@
-"""Names what ails a run: pure functions of its rows ``health``.
+"""Names what is wrong with a run: pure functions of its rows ``health``.
 
-The bounds stand between what healthy and sick small models showed in 100 steps (llama, gpt2, bert, MLPs). Smallest norm
-of a block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7. Growth of activations:
-healthy ≤ 13, learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9, large initial weights ≥ 4e7. fp16's 5 % are
-those of arXiv 1710.03740.
+The bounds stand between what small models with and without these problems showed in 100 steps (llama, gpt2, bert,
+MLPs). Smallest norm of a block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7.
+Growth of activations: healthy ≤ 13, learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9, large initial weights
+≥ 4e7. fp16's 5 % are those of arXiv 1710.03740.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NORMALISE = "Normalise layers (LayerNorm, RMSNorm), add residual connections"
 LOWER_RATE = "Divide learning_rate by 10 or warm up longer; scripts/study.py learning_rate finds a rate"
 
 
-class Illness(NamedTuple):
+class Problem(NamedTuple):
     """What is wrong, the layer where it is worst, what shows it, and what helps."""
 
     name: str
@@ -29,7 +29,7 @@ class Illness(NamedTuple):
         return f"{self.name} in {self.layer}: {self.finding}. {self.remedy}."
 
 
-def illnesses(rows: Rows) -> list[Illness]:
+def problems_in(rows: Rows) -> list[Problem]:
     """What the newest of ``rows`` shows next to those before it."""
     if rows[-1]["grad_norm"] is None:  # a loss scale that is too high makes such steps, and is lowered
         found = [exploding(rows)] if rows[-1]["loss_scale"] is None else []
@@ -43,17 +43,17 @@ def largest(row: Mapping[str, Any], values: Sequence[float | None]) -> tuple[flo
     return max((value or 0.0, layer) for value, layer in zip(values, row["layers"], strict=True))
 
 
-def learning_rate_too_high(rows: Rows) -> Illness | None:
+def learning_rate_too_high(rows: Rows) -> Problem | None:
     """Activations have grown many times."""
     pairs = zip(rows[0]["activations"], rows[-1]["activations"], strict=True)
     growth, layer = largest(rows[-1], [now and first and now / max(first, 1.0) for first, now in pairs])
     if growth <= HIGH_GROWTH:
         return None
     finding = f"its activations are {growth:.3g} times those at the start"
-    return Illness("learning rate too high", layer, finding, LOWER_RATE)
+    return Problem("learning rate too high", layer, finding, LOWER_RATE)
 
 
-def vanishing(rows: Rows) -> Illness | None:
+def vanishing(rows: Rows) -> Problem | None:
     """A block's gradient is next to nothing, in two rows in a row; where it was not at first, a rate is too high."""
     names = rows[-1]["layers"]
 
@@ -68,22 +68,22 @@ def vanishing(rows: Rows) -> Illness | None:
     worst, (norm, where) = min(sorted(both), key=lambda place: norms[place]), largest(rows[-1], norms)
     finding = f"its norm is {norms[worst]:.2g}, that of {where} {norm:.2g} ({len(both)} of {len(blocks)} blocks)"
     if worst not in small(rows[0]):
-        return Illness("learning rate too high", names[worst], f"since the start {finding}", LOWER_RATE)
+        return Problem("learning rate too high", names[worst], f"since the start {finding}", LOWER_RATE)
     remedy = f"{NORMALISE}, or use ReLU or GELU with an initialisation that suits them"
-    return Illness("vanishing gradient", names[worst], finding, remedy)
+    return Problem("vanishing gradient", names[worst], finding, remedy)
 
 
-def exploding(rows: Rows) -> Illness | None:
+def exploding(rows: Rows) -> Problem | None:
     """The gradient is huge, much larger than usual, or not finite."""
     row, usual = rows[-1], [r["grad_norm"] for r in rows[:-1] if r["grad_norm"] is not None]
     norm, layer = largest(row, [float("inf") if value is None else value for value in row["norms"]])
     if row["grad_norm"] is not None and norm <= EXPLODED and (len(usual) < 5 or norm <= JUMP * median(usual)):
         return None
     remedy = f"{NORMALISE}, initialise with smaller weights, clip (max_grad_norm: 1.0), lower learning_rate"
-    return Illness("exploding gradient", layer, f"its norm is {norm:.2g}", remedy)
+    return Problem("exploding gradient", layer, f"its norm is {norm:.2g}", remedy)
 
 
-def fp16_trouble(rows: Rows) -> Illness | None:
+def fp16_trouble(rows: Rows) -> Problem | None:
     """fp16 makes zero of more than a few elements of a gradient, or activations come close to its largest number."""
     row, scale = rows[-1], rows[-1]["loss_scale"]
     # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
@@ -93,8 +93,8 @@ def fp16_trouble(rows: Rows) -> Illness | None:
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"
-        return Illness("fp16 underflow", layer, finding, "Use mixed_precision: fp16, which scales the loss, or bf16")
+        return Problem("fp16 underflow", layer, finding, "Use mixed_precision: fp16, which scales the loss, or bf16")
     if row["fp16"] and activation > NEAR_LARGEST:
         finding = f"activations reach {activation:.3g} of 65,504"
-        return Illness("fp16 overflow", where, finding, f"Use bf16. {NORMALISE}")
+        return Problem("fp16 overflow", where, finding, f"Use bf16. {NORMALISE}")
     return None
