@@ -35,7 +35,7 @@ def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
 
 @pytest.mark.parametrize("splits", [("train", "dev"), ("validation",), ()])
 def test_splits_of_other_names_are_refused(splits: tuple[str, ...]) -> None:
-    told = f"dataset my_data:documents has {[*splits]}: give train, and perhaps ('validation', 'test')."
+    told = f"my_data:documents has {', '.join(map(str, splits))}: give train, validation, test."
     with pytest.raises(UserError, match=re.escape(told)):
         corpus({name: made_of("a", "b") for name in splits})
 

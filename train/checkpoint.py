@@ -127,7 +127,7 @@ def remove(path: Path) -> None:
 
 
 def digest(path: Path, like: str = "") -> str:
-    """A digest of a file: XXH3, or SHA-256 if the one to compare with is ``like`` those of earlier versions."""
+    """The XXH3 digest of a file; its SHA-256 if ``like`` is one: earlier versions kept that."""
     found = hashlib.sha256() if len(like) == 64 else xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(2**22):

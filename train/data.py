@@ -31,7 +31,7 @@ class PreparedData:
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
         examples, seed = self.examples["train"], run.config.optimization.seed
-        part = run.launch.rank // run.launch.mp_size  # neighbours that share a sequence or a model get the same one
+        part = run.launch.rank // run.launch.mp_size  # ranks that share a sequence or a model are neighbours
         return Batches(examples, self.loading, arithmetic, part, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
@@ -91,7 +91,7 @@ def corpus_of(found: Any, config: Config) -> Corpus:
     """The corpus of a 🤗 Dataset or of a mapping of splits to Datasets; without a validation split part is held out."""
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if "train" not in splits or not splits.keys() <= {*SPLITS}:
-        raise UserError(f"dataset {config.data.dataset} has {[*splits]}: give train, and perhaps {SPLITS[1:]}.")
+        raise UserError(f"{config.data.dataset} has {', '.join(map(str, splits))}: give train, validation, test.")
     splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
         train, order = splits["train"], np.random.default_rng(0).permutation(len(splits["train"]))

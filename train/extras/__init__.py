@@ -203,9 +203,9 @@ class Extras:
 
     def __init__(self, extras: Mapping[str, Extra]) -> None:
         self.by_name = dict(extras)
+        self._methods = functools.cache(self._overridden)  # some are called several times a step
 
-    @functools.cache  # noqa: B019 - some are called several times a step, and a run has one of these
-    def _methods(self, method: str) -> list[Callable[..., Any]]:
+    def _overridden(self, method: str) -> list[Callable[..., Any]]:
         """``method`` of those extras that do something in it."""
         own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
         return [getattr(extra, method) for extra in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -460,8 +461,8 @@ def test_a_base_that_has_changed_is_refused_by_name(
         if digest == "sha256":  # which earlier versions kept
             from train.extras.adapters.lora import AdapterState
 
-            new = AdapterState.frozen_digest
-            patched.setattr(AdapterState, "frozen_digest", lambda state, digits: new(state, 64))
+            own = property(lambda state: state.digest_frozen(hashlib.sha256))
+            patched.setattr(AdapterState, "frozen_digest", own)
         assert train(recipe, tmp_path / "run", *flags, "--max_steps", 1) == EXIT_DONE
     kept = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())["frozen"]
     assert len(kept) == (64 if digest == "sha256" else 32)

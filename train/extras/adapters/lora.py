@@ -9,9 +9,9 @@ resumes builds these again, and stops if they came out different.
 import copy
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -193,30 +193,30 @@ def _refuse_bytes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 class AdapterState(TrainingState):
     """A run whose checkpoints hold what is trained, and a digest of what is not."""
 
-    __hash__ = object.__hash__  # by which the digest is remembered
-
     def checkpointed_tensors(self) -> dict[str, Tensor]:
         """Adapters, trained heads and persistent buffers, by name."""
         kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
         return {name: tensor for name, tensor in self.model_tensors().items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
-        return {**super().values(), "frozen": self.frozen_digest(32)}
+        return {**super().values(), "frozen": self.frozen_digest}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         stored = str(values.get("frozen"))
-        if stored != (own := self.frozen_digest(len(stored))):
+        own = self.digest_frozen(hashlib.sha256) if len(stored) == 64 else self.frozen_digest  # 64: earlier versions
+        if stored != own:
             digests = f"{own[:16]}, those of the checkpoint {stored[:16]}"
             remedy = "Give the same ones, or --resume never to start from scratch"
             why = "the model's files, type or quantisation have changed"
             raise UserError(f"the frozen weights have the digest {digests}: {why}. {remedy}.")
         super().restore(blocks, values)
 
-    @cache  # noqa: B019 - a run has one state
-    def frozen_digest(self, digits: int) -> str:
-        """Of weights that are not trained, and scales of those in 4 bits, by all ranks; earlier versions: 64 digits."""
-        digest = hashlib.sha256() if digits == 64 else xxhash.xxh3_128()
+    frozen_digest = cached_property(lambda self: self.digest_frozen(xxhash.xxh3_128))
+
+    def digest_frozen(self, kind: Callable[[], Any]) -> str:
+        """A digest of the weights that are not trained and the scales of those in 4 bits; all ranks take part."""
+        digest = kind()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 continue

@@ -45,7 +45,7 @@ class Extra(extras.Extra):
                 ("one micro-batch per step", is_one, two),
             )
 
-    def before_training(self, run: Run, parts: Parts) -> None:  # after the rehearsal, of which they need not hear
+    def before_training(self, run: Run, parts: Parts) -> None:  # after the rehearsal, which does not count
         if (own := run.config.of(Options)).gradient_health:
             from train.extras.gradients.health import Health
 
