@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from test_step import TinyModel, batch, rows
 
 from train import loop
 from train.config import Architecture, Config, Optimization, Output
-from train.extras import Extra, Extras
+from train.extras import Extra, Extras, join
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
 from train.launch import Launch
@@ -506,3 +508,13 @@ def test_fp16_on_a_gpu_learns_and_scales() -> None:
     losses = [values["loss"] for kind, _, values in run.lines if kind == "train"]
     assert losses[-1] < losses[0]
     assert run.lines[-1][2]["loss_scale"] > 1
+
+
+def test_the_extras_of_a_run_do_not_outlive_it() -> None:
+    """They hold its model: a second run in one process, as in a notebook, needs the memory."""
+    joined = join()
+    joined.each("mark", "forward")
+    gone = weakref.ref(joined)
+    del joined
+    gc.collect()
+    assert gone() is None
