@@ -26,10 +26,7 @@ def precision_in_use(accelerator: Any) -> str:
 
 
 def flash_lacks_backward(capability: tuple[int, int], head_size: int, dropout: float) -> bool:
-    """Whether flash attention only computes forward: some cards have no room for the backward of wide heads.
-
-    As in ``sdp_utils.cpp`` of torch 2.13.
-    """
+    """Whether flash attention only computes forward: not all cards have room for wide heads (torch's sdp_utils.cpp)."""
     is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     return is_narrow and head_size > 192 and (head_size <= 224 or dropout > 0)
 

@@ -75,8 +75,10 @@ def test_run_writes_a_checkpoint_and_ends_when_accelerate_launch_dies(
 def test_processes_that_a_run_forks_are_killed_with_it() -> None:
     """Such as those of 🤗 Datasets, which would wait for work for ever."""
     parent = python(
-        "import multiprocess, threading, time\n"
+        "import multiprocess, os, threading, time\n"
         "from train.extras.endurance.lost_rank import take_forks_along\n"
+        "seconds = 0\n"
+        "os.register_at_fork(after_in_child=lambda: time.sleep(seconds))\n"
         "take_forks_along()\n"
         "pool = multiprocess.get_context('fork').Pool(2)\n"
         "def fork():\n"
@@ -88,6 +90,7 @@ def test_processes_that_a_run_forks_are_killed_with_it() -> None:
         "thread.join()\n"
         "child.join()\n"
         "assert child.exitcode == 0  # it outlives the thread that forked it\n"
+        "seconds = 2  # longer than its parent lives\n"
         "multiprocess.get_context('fork').Process(target=time.sleep, args=(60,)).start()  # hears of nothing else\n"
         "print('on', flush=True)\n"
         "time.sleep(60)\n"

@@ -293,10 +293,15 @@ class RankWatch:
 def take_forks_along() -> None:
     """Has the kernel kill processes that are forked from here on, such as those that tokenise, when this one dies."""
     if sys.platform == "linux" and hasattr(os, "register_at_fork"):
-        prctl, threads = ctypes.CDLL(None).prctl, [0]  # the kernel goes by the end of the thread that forks
-        before = lambda: threads.append(threading.get_native_id())  # noqa: E731
-        within = lambda: threads.pop() == os.getppid() and prctl(1, signal.SIGKILL)  # noqa: E731 - PR_SET_PDEATHSIG
-        os.register_at_fork(before=before, after_in_parent=threads.clear, after_in_child=within)
+        prctl, main = ctypes.CDLL(None).prctl, [(threading.main_thread().ident, os.getpid())]
+
+        def within() -> None:
+            (thread, parent), main[:] = main[0], [(threading.get_ident(), os.getpid())]
+            # PR_SET_PDEATHSIG. The kernel goes by the end of the thread that forks; the parent may have died already.
+            if thread == threading.get_ident() and (prctl(1, signal.SIGKILL) or os.getppid() != parent):
+                os._exit(EXIT_ERROR)
+
+        os.register_at_fork(after_in_child=within)
 
 
 def follow_launcher() -> None:

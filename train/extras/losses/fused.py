@@ -30,10 +30,7 @@ class Place(NamedTuple):
 
 
 def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, installed: bool | None = None) -> str | None:
-    """Why ``kernel`` cannot compute the loss here, with what to do about it, or None where it can.
-
-    ``installed`` says whether its package is; None: look.
-    """
+    """Why ``kernel``, whose package is ``installed`` (None: look), cannot compute the loss here; None where it can."""
     if kernel == "chunked":
         return None
     is_cce, kind, instead = kernel == "cce", place.device_type, "use chunked or auto"

@@ -89,10 +89,7 @@ def random_halves(count: int, key: tuple[int, ...], device: torch.device) -> Ten
 
 
 def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW, whose moments take a byte each, block by block of 256 (arXiv 2110.02861).
-
-    Parameters of fewer than 4,096 elements keep fp32 moments, as it chooses.
-    """
+    """bitsandbytes' AdamW: a byte per moment (arXiv 2110.02861), fp32 in parameters of fewer than 4,096 elements."""
     from bitsandbytes.optim import AdamW8bit
 
     class EightBitAdamW(AdamW8bit):
