@@ -110,6 +110,7 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
         assert left.get("examples") == right.get("examples") in (None, 5)
 
 
+@pytest.mark.slow
 def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting_if_asked(recipe: Path, tmp_path: Path) -> None:
     """Big Bird's pooler: a masked language model has it, and never asks it; DDP would wait for its gradient."""
     shape = "{model_type: big_bird, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, "
@@ -122,7 +123,7 @@ def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting_if_asked(recipe:
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", ["train", pytest.param("test", marks=pytest.mark.slow)])
 def test_a_function_that_gives_each_rank_other_data_is_told(split: str, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "from_a_set.py").write_text(
         "import os, datasets\n\ndef documents(config):\n"
@@ -160,7 +161,9 @@ def build():
     ("save_every_steps", "asked", "said", "newest"),
     [
         (1, False, "a step left parameters without a gradient (--find_unused_parameters)", 2),
-        (2, False, "a step left parameters without a gradient, which DDP waits for", 2),
+        pytest.param(
+            2, False, "a step left parameters without a gradient, which DDP waits for", 2, marks=pytest.mark.slow
+        ),
         (1, True, "", 4),
     ],
     ids=["seen before a save", "seen by DDP", "waited for"],
@@ -245,6 +248,7 @@ def test_processes_find_each_other_without_being_told_of_cpus(recipe: Path, tmp_
     assert (summary["world_size"], summary["gradient_accumulation_steps"]) == (2, 2)
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_a_pretrained_model_with_a_buffer_and_a_new_head(tmp_path: Path) -> None:
     """Routers of deepseek_v3 have a buffer that is saved. A launch file may ask for the first rank's weights."""
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "v_head_dim": 4}

@@ -128,6 +128,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_tied_module_of_ones_own_with_a_buffer_and_the_largest_element_as_its_norm(
     recipe: Path, tmp_path: Path
 ) -> None:

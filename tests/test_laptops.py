@@ -229,6 +229,7 @@ def test_evaluation_asks_the_device_for_no_fp64(tmp_path: Path, monkeypatch: pyt
     assert {torch.float32} in kinds and not any(torch.float64 in found for found in kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="reaches into torch's C++ core")
 def test_a_step_on_mps_is_predicted_with_the_scores_of_its_attention(tmp_path: Path) -> None:
     recipe, found = str(write_recipe(tmp_path)), {}

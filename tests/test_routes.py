@@ -280,6 +280,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_table_that_is_too_small_is_told_at_the_end_of_the_traceback(fork: Fork) -> None:
     fork.write("my_data.py", DATA)
     fork.write("my_model.py", POSITIONS)
@@ -322,6 +323,7 @@ def test_tags_shown_in_the_docs_skip_words_without_tokens_and_divide_long_docume
     assert [example["tags"] for example in found] == [[IGNORE, 1, IGNORE, IGNORE, IGNORE], [IGNORE, 0, IGNORE, IGNORE]]
 
 
+@pytest.mark.slow
 def test_tags_as_shown_in_the_docs_are_learned_and_their_f1_is_that_of_final(fork: Fork) -> None:
     fork.write("train/tasks/tags.py", shown_in("docs/forking.md", r"train/tasks/tags\.py"))
     draw, kinds = random.Random(0), {"Ada": "NAME", "Rome": "PLACE", "a": "O", "sees": "O"}
@@ -383,6 +385,7 @@ class Task(tasks.Task):
 """
 
 
+@pytest.mark.slow
 def test_a_task_takes_the_whole_output_of_a_model_without_logits(fork: Fork) -> None:
     fork.write("spans.py", SPANS)
     fork.write("texts.csv", "\n".join(["text", *(f"number {n} is here" for n in range(40))]))
@@ -400,6 +403,7 @@ def test_a_task_takes_the_whole_output_of_a_model_without_logits(fork: Fork) -> 
     assert summary["result"]["validation"]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_without_logits_gets_a_message_where_the_task_wants_them(fork: Fork) -> None:
     fork.write("spans.py", SPANS.partition("    @staticmethod")[0])
     fork.write("texts.csv", "\n".join(["text", *(f"number {n} is here" for n in range(40))]))
@@ -425,6 +429,7 @@ class Task(sequence_classification.Task):
 """
 
 
+@pytest.mark.slow
 def test_a_mask_that_a_task_makes_is_predicted_by_how_much_it_chooses(fork: Fork) -> None:
     """Longformer keeps scores of each token that all others see, and there is one a row."""
     fork.write("masks.py", MASKS)
@@ -515,6 +520,7 @@ class Model(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_rows_may_be_vectors_and_an_option_of_the_task_makes_other_examples(fork: Fork) -> None:
     fork.write("series.py", SERIES)
     flags = ("--task", "series.py:Task", "--dataset", "series.py:documents", "--model", "series.py:Model")

@@ -39,7 +39,7 @@ def go_on(folder: Path, *flags: Any) -> Ended:
     return end
 
 
-QUICK = ("changed file", "split", "dropout", "global batch", "optimizer")
+QUICK = ("changed file", "global batch")
 
 
 @pytest.mark.parametrize("change", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CHANGES])
@@ -66,7 +66,8 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
 
 
-@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
 def test_data_that_was_moved_is_the_same_data(tmp_path: Path, packing: bool) -> None:
     """Copied to another place at another time, as to the disk of the next machine: the run is exact."""
     settings = ("--num_epochs", "None", "--packing", packing)

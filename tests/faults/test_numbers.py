@@ -59,7 +59,7 @@ def test_one_bad_loss_skips_one_step_on_all_ranks(tmp_path: Path, value: float, 
     assert " steps (1 skipped: no finite gradient), " in ended[0].said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bad_losses_without_end_stop_the_run_and_keep_its_weights(tmp_path: Path, ranks: int) -> None:
     output, bound = tmp_path / "run", ("--max_consecutive_nonfinite_steps", 3)
     fault = on_rank(ranks - 1, losses_of(4, math.nan, last=1000))
@@ -119,6 +119,7 @@ EVERY = 9 if os.environ.get("KILLS") == "all" else 18
 KILLS = [(2, range(1, 45, 12)), *(pytest.param(n, range(1, 1000, EVERY), marks=pytest.mark.slow) for n in (1, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rollback", "changes"), KILLS)
 def test_killed_while_going_back_ends_the_same(tmp_path: Path, rollback: int, changes: range) -> None:
     """Before any change to the disk, and in the next step: first back to 3, then, past more bad data, to 2."""

@@ -36,7 +36,10 @@ def train(folder: Path, lines: list[bytes], *flags: Any, name: str = "data.jsonl
     return end
 
 
-@pytest.mark.parametrize("what", BAD)
+QUICK = ("broken JSON", "another encoding", "a label that is a list")
+
+
+@pytest.mark.parametrize("what", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in BAD])
 def test_bad_record_is_an_error_or_is_skipped_and_counted(tmp_path: Path, what: str) -> None:
     line, flags, where = BAD[what]
     lines = [*GOOD[:3], line, *GOOD[3:]]

@@ -88,7 +88,7 @@ def signed(folder: Path, name: str) -> None:
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("write", [as_weights, as_torch_file])
+@pytest.mark.parametrize("write", [pytest.param(as_weights, marks=pytest.mark.slow), as_torch_file])
 @pytest.mark.parametrize("name", ["model-00000.safetensors", "optimizer-00000.safetensors", "extra.bin", "state.json"])
 @pytest.mark.parametrize("with_digest", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pickle_in_a_checkpoint_is_never_opened(

@@ -222,6 +222,7 @@ def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole:
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[1], STEPS)
 
 
+@pytest.mark.slow
 def test_asked_again_and_again_until_it_is_gone_it_ends_with_its_status(tmp_path: Path) -> None:
     """Also while the interpreter winds down, for a second after ``stopped.json``."""
     its = map(str, arguments(write_recipe(tmp_path), tmp_path / "run", "--max_steps", 10**6, "--num_epochs", None))
@@ -296,6 +297,7 @@ def processes_of(output: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_launcher_that_dies_while_a_checkpoint_is_written_delays_no_stop(tmp_path: Path) -> None:
     """With it goes the store through which ranks tell each other, in the background, that their parts are written."""
     its = arguments(write_recipe(tmp_path), tmp_path / "run")
@@ -367,6 +369,7 @@ def test_a_run_that_is_done_leaves_no_sign_that_it_was_stopped(tmp_path: Path) -
     assert not (tmp_path / "run" / "stopped.json").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_first_own_checkpoint_sends_nobody_to_one(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     assert run(arguments(recipe, tmp_path / "other", "--save_total_limit", 9), tmp_path / "logs")[0].status == EXIT_DONE
@@ -410,6 +413,7 @@ def _asked_while_one_rank_has_left_the_preparation(folder: Path, rank: int) -> N
         threading.Thread(target=ask, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_a_stop_while_ranks_leave_the_preparation_stops_all_of_them(tmp_path: Path) -> None:
     fault = partial(_asked_while_one_rank_has_left_the_preparation, tmp_path)
     ended = run(arguments(write_recipe(tmp_path), tmp_path / "run"), tmp_path / "logs", ranks=2, fault=fault)
@@ -431,6 +435,7 @@ def _store_fails_once(rank: int) -> None:
     Store.set = fails
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_once_costs_no_checkpoint(tmp_path: Path) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run", "--distributed_timeout_seconds", 30)
     ended = run(its, tmp_path / "logs", ranks=2, fault=_store_fails_once)

@@ -220,6 +220,7 @@ def stop_with_workers_that_hang() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_run_that_fails_does_not_wait_for_its_workers(tmp_path: Path) -> None:
     """They obey the one who started them, and nobody else; here Python's own way to end them."""
     code = f"""

@@ -147,6 +147,7 @@ def test_a_model_that_training_refuses_is_not_planned(
         assert error.splitlines()[-1] == told and "predicting" not in error and not out
 
 
+@pytest.mark.slow
 def test_a_model_that_must_not_be_padded_is_planned_with_single_examples(
     recipe: Path, run_main: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

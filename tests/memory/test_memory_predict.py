@@ -186,16 +186,23 @@ CASES: dict[str, Job] = {
 }
 
 
-MARKS = {
-    "experts, their router's loss": needs_transformers_5_23,
-    "chunked, five chunks": pytest.mark.slow,
-    "chunked, fp16 weights: recomputed": pytest.mark.slow,
-    "chunked, smoothed, z-loss": pytest.mark.slow,
-    "classified by parts, padded": pytest.mark.slow,
-    "stochastic": pytest.mark.slow,
-    "in backward, kahan": pytest.mark.slow,
-    "tiled, bf16": pytest.mark.slow,
-}
+SLOW = (
+    "chunked, five chunks",
+    "chunked, fp16 weights: recomputed",
+    "chunked, smoothed, z-loss",
+    "tiled, bf16",
+    "kahan",
+    "stochastic",
+    "in backward, kahan",
+    "in backward, tied, checkpointed",
+    "sgd, clipped by value",
+    "positions scaled",
+    "classified by parts, padded",
+    "packed, cut in their own ways",
+    "experts, bf16 autocast",
+    "experts, fp16 weights",
+)
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | {"experts, their router's loss": needs_transformers_5_23}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
@@ -208,9 +215,10 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictors) -> No
 
 @pytest.mark.parametrize(
     "more",
-    [{}, pytest.param({"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}, marks=pytest.mark.slow)],
+    [{}, {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}],
     ids=str,
 )
+@pytest.mark.slow
 def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictors) -> None:
     """By as much as from a real step, whose inputs rest in memory that is not counted."""
     shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 64}
@@ -225,6 +233,7 @@ def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, A
     assert full.peak_bytes - rested.peak_bytes == real > 0
 
 
+@pytest.mark.slow
 def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictors) -> None:
     for target, length in ((H100, 128), (CPU, 4096)):
         full, rested = (
@@ -264,6 +273,7 @@ def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictors)
     assert saved >= 4 * beside.num_parameters
 
 
+@pytest.mark.slow
 def test_in_backward_gradients_are_never_all_there(predictor: Predictors) -> None:
     sized, settings = {**LLAMA, "num_hidden_layers": 8}, {"target": H100, "max_grad_norm": None, "length": 2}
     plain, found = (predictor.predict(job(sized, optimizer_in_backward=b, **settings)) for b in (False, True))
@@ -303,6 +313,7 @@ def test_time_and_operations_are_those_of_a_step_without_the_evaluation(predicto
     assert (evaluating.flops, evaluating.seconds) == (alone.flops, pytest.approx(alone.seconds, rel=1e-9))
 
 
+@pytest.mark.slow
 def test_time_is_that_of_forward_and_backward_whatever_makes_the_update(predictor: Predictors) -> None:
     """Neither what builds the model and the optimizer's state nor the update counts: a step may accumulate."""
     kinds = [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}, {"max_grad_norm": None}]
@@ -361,7 +372,7 @@ def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_
     assert predictor.predict(replace(packed, target=turing, values=values)).attention_kernels == ("efficient",)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_long_sequences_take_buffers_of_some_heads_at_a_time(packing: bool, predictor: Predictors) -> None:
     """With one head of keys, which cannot be divided, attention's backward pass holds the buffers of all."""
     shape = {**LLAMA, "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 1, "vocab_size": 300}

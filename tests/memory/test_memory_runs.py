@@ -234,7 +234,10 @@ BERT |= {"intermediate_size": 128, "max_position_embeddings": 1024}
 OF_BERT = ("--task", "sequence_classification", "--model_config", json.dumps(BERT), "--tokenizer", "bytes")
 
 
-@pytest.mark.parametrize("lengths", [[980, 120, 110, 100, 90], [1200, 1200, 1200, 1200, 300]], ids=["vary", "cut"])
+CUT = pytest.param([1200, 1200, 1200, 1200, 300], id="cut", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lengths", [pytest.param([980, 120, 110, 100, 90], id="vary"), CUT])
 def test_an_evaluation_is_predicted_and_rehearsed_with_a_mask_if_it_may_have_one(
     run_main: Run, tmp_path: Path, lengths: list[int]
 ) -> None:
@@ -251,6 +254,7 @@ def test_an_evaluation_is_predicted_and_rehearsed_with_a_mask_if_it_may_have_one
     assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_budget_of_tokens_rehearses_and_predicts_the_micro_batch_that_takes_most(
     run_main: Run, tmp_path: Path
 ) -> None:

@@ -132,7 +132,12 @@ def test_only_three_modules_call_the_core() -> None:
             assert not used & CORE, path
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+HEAVY = ("communication", "scaling_tables")  # import torch before they read their flags
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in HEAVY)) for p in SCRIPTS]
+)
 def test_a_script_runs_from_any_folder(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(path), "--help"],

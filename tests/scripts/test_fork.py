@@ -78,7 +78,7 @@ FORKS = [("--only",), ()]
 WITHOUT = [("--without", *names) for names in (("parallelism", "report"), ("activations",), ("meter",))]
 
 
-@pytest.mark.parametrize("words", [*FORKS, WITHOUT[0]])
+@pytest.mark.parametrize("words", [*(pytest.param(f, marks=pytest.mark.slow) for f in FORKS), WITHOUT[0]])
 def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], forked: Callable[..., Path]) -> None:
     folder = forked(*words)
     pages = [*(folder / "docs").rglob("*.md"), folder / "README.md"]

@@ -82,7 +82,7 @@ BREAKS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("breaks", BREAKS)
 def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks: dict[str, Any]) -> None:
     """Attention within documents and tiles are left out; torch would leave out all of a checkpoint around them."""
@@ -98,6 +98,7 @@ def test_layers_that_recompute_are_compiled_around_what_is_not(kind: str, breaks
     assert compiler.frame_count >= 4
 
 
+@pytest.mark.slow
 def test_checkpointing_that_is_switched_on_in_a_run_leaves_layers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, compiler = built(LLAMA, packing=True), counting()
     compile_layers(model, compiler)

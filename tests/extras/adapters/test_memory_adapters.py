@@ -49,6 +49,7 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> Non
 
 
 @needs_bitsandbytes
+@pytest.mark.slow
 def test_frozen_weights_cost_four_bytes_or_half_a_byte_and_adapters_sixteen(predictor: Predictor) -> None:
     wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 260}
     lora, qlora = (

@@ -287,7 +287,7 @@ def test_rank_that_ends_before_all_have_met_ends_those_who_wait_for_it(
     assert told == ["rank 1 ended before the others; its own message says why."]
 
 
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rank_that_fails_ends_those_whose_collectives_do_not_notice(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
@@ -389,7 +389,10 @@ def cable(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Cable:
     return between
 
 
-@pytest.mark.parametrize("breaks", [True, False], ids=["its collective breaks", "it waits"])
+BREAKS = [pytest.param(True, id="its collective breaks"), pytest.param(False, id="it waits", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_rank_whose_host_is_cut_off_ends_too(
     cable: Cable,
     watch: Callable[..., RankWatch],

@@ -47,6 +47,7 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(recipe: Path,
     assert checkpoint.newest_good(tmp_path / "run/checkpoints")[0] is not None
 
 
+@pytest.mark.slow
 def test_what_is_said_to_a_closed_stream_goes_into_no_file(recipe: Path, tmp_path: Path) -> None:
     words = f"'{sys.executable}' '{ROOT}/train/main.py' --config '{recipe}' --output_dir '{tmp_path}/run' --max_steps 2"
     done = subprocess.run(["sh", "-c", f"{words} --num_epochs None >&-"], capture_output=True, text=True, timeout=120)

@@ -36,6 +36,7 @@ class Watched:
         return next((number for number, size in enumerate(more, 1) if self.step(size)), None)
 
 
+@pytest.mark.slow
 def test_on_cuda_four_steps_in_a_row_and_a_mebibyte_are_a_leak() -> None:
     assert Watched().first_leak(*[MIB // 4] * 9) == 5  # the first is compared with none
     assert Watched().first_leak(*[MIB // 4 - 1] * 9) == 6
