@@ -31,6 +31,8 @@ def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
     assert len(first.splits["train"]) == 15 and len(first.splits["validation"]) == 5 and "test" not in first.splits
     assert first.splits["validation"]["text"][:] == second.splits["validation"]["text"][:]
     assert sorted([*first.splits["train"]["text"], *first.splits["validation"]["text"]]) == sorted(whole["text"])
+    # By every version: a run that resumes with another would train on what it is evaluated on.
+    assert sorted(first.splits["validation"]["text"]) == ["t13", "t19", "t2", "t4", "t6"]
 
 
 @pytest.mark.parametrize("splits", [("train", "dev"), ("validation",), ()])
