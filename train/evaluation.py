@@ -14,10 +14,7 @@ NOT_SUMMED = [0, 4, 5]  # columns of the rows that score gives: example, predict
 
 
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
-    """Metrics of one pass over ``split``, the same on every rank.
-
-    Raises StopAtOnce on all ranks if it ``may_stop`` and any rank was asked to stop.
-    """
+    """Metrics of one pass over ``split``; StopAtOnce on all ranks if it ``may_stop`` and any was asked to stop."""
     data, started, rows = parts.data, time.perf_counter(), []
     examples = data.examples[split]
     parts.model.eval()

@@ -138,10 +138,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
 
 
 def log(run: Run, progress: Progress, unlogged: Sequence[tuple[StepOutcome, float]], last: dict[str, Any]) -> Progress:
-    """Records the figures of the last step and of the ``unlogged`` steps up to it, each with its seconds.
-
-    Raises DivergenceError if an extra finds the loss too far above the usual.
-    """
+    """Records the figures of ``unlogged`` steps, each with its seconds; DivergenceError if the loss is far too high."""
     outcomes, seconds = [outcome for outcome, _ in unlogged], sum(seconds for _, seconds in unlogged)
     # The loss of a step that was skipped, which may not be finite, would hide the others.
     used = [outcome for outcome in outcomes if not outcome.skipped]

@@ -142,7 +142,8 @@ def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -
     if (chosen := run.extras.first("final_step", run, progress)) is not None:
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
-    evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]
+    known = outputs.validations.get(step)
+    evaluations = [known or outputs.record_evaluation(run, evaluate(run, parts, "validation", step))]
     if "test" in data.examples:
         evaluations.append(outputs.record_evaluation(run, evaluate(run, parts, "test", step)))
     summary = outputs.summary(run, parts, progress, evaluations)

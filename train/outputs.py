@@ -32,6 +32,8 @@ class Outputs:
         self.bar: tqdm[Any] = tqdm(disable=True)
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
+        self.logged = set[tuple[Any, ...]]()  # (split, step, data) of those of which the log had a row before
+        self.validation_data: str | None = None  # the digest of its examples, where an extra knows it
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -121,9 +123,12 @@ class Outputs:
             self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
         # Tests are run again, and this step's validation too unless the checkpoint knows of it. Which examples a
         # rollback has skipped stays known, although a later one went further back.
-        until = {"test": -1, "validation": last if progress.evaluated_step == last else last - 1, "rollback": 10**18}
+        until, place = {"test": -1, "rollback": 10**18}, ("split", "step", "data")
+        again = None if progress.evaluated_step == last else ("validation", last, self.validation_data)
         rows = [row for row in rows if row.get("rollbacks", 0) <= progress.rollbacks]
-        kept = [row for row in rows if row["step"] <= until.get(row.get("split", row["kind"]), last)]
+        rows = [row for row in rows if row["step"] <= until.get(row.get("split", row["kind"]), last)]
+        kept = [row for row in rows if tuple(map(row.get, place)) != again]
+        self.logged = {tuple(map(row.get, place)) for row in kept}
         figures.write_whole(self.metrics, "".join(figures.to_json(row) + "\n" for row in kept))
 
     def tick(self, step: int) -> None:
@@ -152,7 +157,8 @@ class Outputs:
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
-        self.record(run, "evaluation", evaluation.step, values)
+        if (evaluation.split, evaluation.step, values.get("data")) not in self.logged:
+            self.record(run, "evaluation", evaluation.step, values)
         self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")
         if evaluation.split == "validation":
             self.validations[evaluation.step] = evaluation

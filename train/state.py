@@ -71,10 +71,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds and ``final/`` is written from: live objects, replicated or sharded as DTensors.
-
-    Extras whose ranks hold them in another way derive from it.
-    """
+    """What checkpoints and ``final/`` are made of: live objects, replicated or DTensors; extras may derive from it."""
 
     model: nn.Module
     optimizer: Any  # a torch.optim.Optimizer

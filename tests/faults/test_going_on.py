@@ -38,7 +38,7 @@ def progress_at(output: Path, step: int) -> dict[str, Any]:
 
 def rows(output: Path, *kinds: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert max(Counter((row["kind"], row["step"], row.get("split")) for row in found).values()) == 1, found
+    assert max(Counter((row["kind"], row["step"], row.get("split"), row.get("data")) for row in found).values()) == 1
     return [row for row in found if row["kind"] in kinds]
 
 
@@ -224,6 +224,9 @@ def test_what_there_is_to_do_is_told_as_it_is(tmp_path: Path) -> None:
     end = go(tmp_path, *tired)
     assert "nothing to do" in end.said and "for a longer one a higher --max_steps (or patience)" in end.said
     assert summary(output)["final_step"] == summary(output)["best_step"] == steps - 1
+    assert "is past the" not in end.said
+    end = go(tmp_path, *tired, "--max_steps", 1, "--num_epochs", None)
+    assert f"the checkpoint, of step {steps}, is past the 1 steps that were asked for" in end.said
     end = go(tmp_path, *tired, "--load_best_model_at_end", False)  # another model is asked for
     assert end.status == EXIT_DONE and "nothing to do" not in end.said
     assert summary(output)["final_step"] == steps

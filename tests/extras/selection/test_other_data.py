@@ -40,8 +40,15 @@ def test_a_run_that_has_ended_is_evaluated_on_other_data_and_stays_as_it_is(
 
     first, weights = trained(*held_out(tmp_path, "one", "abc def"))
     assert (first["steps"] < 5) is (len(how) == 2) and first["best_step"] < first["steps"]
+    before = (run / "metrics.jsonl").read_text()
     other = held_out(tmp_path, "two", "something else altogether")
     second, kept = trained(*other)
+    row, data = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]), second["result"]["validation"]["data"]
+    assert (row["step"], row["split"], row["data"]) == (first["final_step"], "validation", data)
+    after = (run / "metrics.jsonl").read_text()
+    assert after.startswith(before)  # what was found on the first data stays
+    # The page is of these alone, on which only the last step and that of final/ were evaluated.
+    assert ("Validation loss went from" in (run / "report.html").read_text()) is (len(how) == 1)
     assert kept == weights and not list(run.glob("previous-*"))
     for name in "steps", "final_step", "best_step":
         assert second[name] == first[name], name
@@ -49,6 +56,10 @@ def test_a_run_that_has_ended_is_evaluated_on_other_data_and_stays_as_it_is(
     assert loss != pytest.approx(first["result"]["validation"]["loss"], abs=1e-3)
     again, _ = trained("--metric_for_best", "accuracy", *other)  # nothing to do
     assert again == second
+    assert trained(*held_out(tmp_path, "one", "abc def"))[0]["result"] == first["result"]
+    assert (run / "metrics.jsonl").read_text() == after  # it has these rows
+    assert "Validation loss went from" in (run / "report.html").read_text()
+    trained(*other)
 
     # The figures are of final/, as a run that does nothing but evaluate it has them.
     plain = ["--model", str(run / "final"), "--learning_rate", "1e-20", "--max_steps", "1", "--resume", "never"]

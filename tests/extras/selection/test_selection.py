@@ -112,6 +112,18 @@ def test_the_checkpoint_of_the_best_stays(tmp_path: Path) -> None:
     assert extra.keep(run, {3, 4}, Progress(step=4, best_step=2)) == {2, 3, 4}
 
 
+def test_what_was_the_best_at_a_checkpoint_stays_with_it(tmp_path: Path) -> None:
+    """A run that goes back to it looks for the best from there on."""
+    extra, run = prepared(output_dir=str(tmp_path))
+    progress = Progress()
+    for step, loss in ((3, 0.9), (7, 0.5), (9, 0.7), (12, 0.4)):
+        progress = extra.evaluated(run, replace(progress, step=step), Evaluation("validation", step, {"loss": loss}))
+    assert extra.keep(run, {10, 12}, progress) == {7, 10, 12}
+    assert extra.keep(run, {5, 7, 12}, progress) == {3, 5, 7, 12}  # that of step 7 was written before its evaluation
+    back = extra.resumed(run, replace(progress, step=10, best_step=7, best_metric=0.5, evaluated_step=10))
+    assert extra.keep(run, {10}, back) == {7, 10}
+
+
 @pytest.mark.parametrize(("grows", "left"), [(False, [2, 3, 4, 5]), (True, [5, 4, 3, 2])])
 def test_a_best_whose_checkpoint_failed_leaves_the_next_best_that_is_on_the_disk(
     grows: bool, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,10 +61,7 @@ def documents(files: Sequence[str], data: Source, what: str) -> Dataset:
 
 
 def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: str) -> None:
-    """Notes which of ``count`` rows are left out, by their sources and problems.
-
-    Raises UserError if they may not be left out, or if nothing else is left.
-    """
+    """Notes which of ``count`` rows are left out, and why; UserError if they may not be, or if nothing else is left."""
     notes = []
     for flag, noun in (("on_bad_record", "bad record"), ("on_empty_document", EMPTY)):
         found = [f"{source}: {problem}" for source, problem in problems if (problem == EMPTY) == (noun == EMPTY)]

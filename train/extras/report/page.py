@@ -27,6 +27,7 @@ def page(config: Config, task: type[Task], summary: Mapping[str, Any], rows: Seq
     ``summary`` is as in ``summary.json``, ``rows`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
     """
     data = {row["split"]: row.get("data") for row in rows if row["kind"] == "evaluation"}  # of the last
+    data |= {split: metrics.get("data") for split, metrics in (summary.get("result") or {}).items()}
     metrics = [row for row in rows if "split" not in row or row.get("data") in (None, data.get(row["split"]))]
     latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two

@@ -39,7 +39,7 @@ class Options:
 class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
-    _total_steps = 0
+    _total_steps, _bests = 0, tuple[int, ...]()  # the best steps that this process has seen, one after the other
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
     _ended: int | None = None  # of which step final/ is, where a finished run is only evaluated again
 
@@ -67,7 +67,7 @@ class Extra(extras.Extra):
             best = f"{'highest' if self._grows else 'lowest'} {self._metric}"
             run.outputs.note(f"best: the {best} of the validation split")
         self._digests = {split: examples_digest(own) for split, own in examples.items() if split != "train"}
-        self._data = self._digests["validation"]
+        self._data = run.outputs.validation_data = self._digests["validation"]
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
             self._earlier = run.outputs.earlier_summary
             known = self._earlier.get("result", {})
@@ -104,6 +104,7 @@ class Extra(extras.Extra):
         progress = replace(progress, best_of=self._best_of, evaluations_without_improvement=in_vain)
         if math.isnan(value) or not is_better:
             return progress
+        self._bests += (progress.step,)
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -117,6 +118,9 @@ class Extra(extras.Extra):
         from train.checkpoint import verify
 
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
+        self._bests = (best or 0,)
+        past = f"the checkpoint, of step {progress.step:,}, is past the {self._total_steps:,} steps that were asked for"
+        outputs.note(past if progress.step > self._total_steps else None)
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         earlier, is_again = outputs.from_main(lambda: (self._earlier, not outputs.earlier_summary))
         is_other = progress.best_of not in (None, self._best_of)
@@ -148,9 +152,10 @@ class Extra(extras.Extra):
         return patience is not None and progress.evaluations_without_improvement >= patience
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
-        """The best step, too; if its checkpoint could not be written, the best of those that are there."""
+        """The best step, too, and what was the best at each that stays; if it was not written, the best there is."""
         is_there = (best := progress.best_step) is None or best in run.outputs.steps()
-        return kept | {best or 0, *(() if is_there else self._best_first(run)[:1])}
+        earlier = {max((best for best in self._bests if best < step), default=0) for step in kept}
+        return kept | earlier - {0} | {best or 0, *(() if is_there else self._best_first(run)[:1])}
 
     def _best_first(self, run: Run) -> list[int]:
         """Evaluated steps whose checkpoints are there, as the log has them."""
