@@ -222,7 +222,8 @@ class Task(causal_lm.Task):
         with suppress(UserError):  # of a template that wants more
             said = templated(made, [*asked, {"role": "assistant", "content": "answer"}], False)
             after: Any = made(said.rpartition("answer")[2], add_special_tokens=False)
-            special = [i for i in after["input_ids"] if i in made.all_special_ids]
+            known = {i for i, token in made.added_tokens_decoder.items() if token.special}  # Llama's <|eot_id|>, too
+            special = [i for i in after["input_ids"] if i in known | {*made.all_special_ids}]
             if special and made.eos_token_id not in special:
                 made.eos_token = made.convert_ids_to_tokens(special[0])
         return made

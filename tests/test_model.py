@@ -172,6 +172,17 @@ def test_classifier_of_a_causal_model_looks_at_the_last_token_of_each_row(
     torch.testing.assert_close(together, model(short).logits[0])
 
 
+def test_padding_that_a_models_positions_begin_behind_stays_its_own(tmp_path: Path) -> None:
+    """A classifier looks for the tokenizer's; RoBERTa's embeddings count from that with which it was trained."""
+    fields: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.RobertaModel(transformers.RobertaConfig(vocab_size=300, pad_token_id=7, **fields)).save_pretrained(
+        tmp_path
+    )
+    config = Config().changed(task=CLASSES.name, max_length=32, model=str(tmp_path))
+    model: Any = build_model(run_for(config), CLASSES, BYTES, ("a", "b")).model
+    assert (model.config.pad_token_id, model.roberta.embeddings.padding_idx) == (PAD, 7)
+
+
 ENDING = {
     "bart": {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
     | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
@@ -195,7 +206,8 @@ def test_classifier_of_an_encoder_and_decoder_looks_at_the_end_mark_of_the_token
         "sep_token_id": 9,
         "pad_token_id": PAD,
     }
-    like_bert = type("Tokenizer", (), {**marked, "__len__": lambda _: 259})()
+    framed: Any = {"__len__": lambda _: 259, "__call__": lambda _, text: {"input_ids": [2, 40, 9]}}
+    like_bert = type("Tokenizer", (), marked | framed)()
     tokenizers: Any = (BYTES, END, END), (like_bert, 2, 9)
     for tokenizer, start, end in tokenizers:
         torch.manual_seed(0)

@@ -61,10 +61,7 @@ def by_step(folder: Path) -> dict[int, Path]:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that passes verification, and why newer ones did not.
-
-    Raises UserError if there are checkpoints, but none is intact; starting from scratch silently would be worse.
-    """
+    """The newest checkpoint that is intact, and why newer ones are not; UserError if there are some and none is."""
     problems = []
     for old in folder.glob(f"{PARTIAL}old-*"):  # a run was killed while it replaced this one by one of the same step
         if not (whole := folder / old.name.removeprefix(f"{PARTIAL}old-")).exists():

@@ -98,22 +98,24 @@ def build_network(
     if label_names and model_config is not None and fits:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
-        for part in (model_config, model_config.get_text_config()):
-            part.pad_token_id = pad_token_id(tokenizer)  # classifiers find the last token of a row by it
         if model_config.is_encoder_decoder and (end := task(run.config).special_tokens(tokenizer)[1]):
             model_config.eos_token_id = end[0]  # those of Bart and T5 by this
-    if own.is_function:
-        return network
     factory = getattr(transformers, task.auto_class)
     options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
     try:
-        if own.model is None or not has_weights:
-            return factory.from_config(model_config, **options)
-        options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
-        return factory.from_pretrained(own.model, config=model_config, **options, **arguments)
+        if not own.is_function and (own.model is None or not has_weights):
+            network = factory.from_config(model_config, **options)
+        elif not own.is_function:
+            options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
+            network = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
+    if label_names and model_config is not None and fits:
+        # Classifiers find the last token of a row by it. Not sooner: some count positions by what they are built with.
+        for part in (network.config, network.config.get_text_config()):
+            part.pad_token_id = pad_token_id(tokenizer)
+    return network
 
 
 def set_use_cache(network: nn.Module, is_kept: bool) -> None:

@@ -41,10 +41,7 @@ class StoredBlocks:
         self.index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
 
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of the tensor ``name``, put together from the stored blocks that it overlaps.
-
-        A one-dimensional block, stored or asked for, may be a stretch of the flattened tensor (DeepSpeed's shards).
-        """
+        """A block of ``name``, put together from stored ones (DeepSpeed: or a stretch of the flattened tensor)."""
         entry = self.index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it belongs to another model.")
@@ -135,10 +132,7 @@ class TrainingState:
         return self.model_tensors()
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
-
-        One tensor at a time is whole on every rank: no more memory is needed than for the largest.
-        """
+        """Weights and saved buffers on the CPU, made whole one by one, for ranks that ``keep`` them; by all ranks."""
         whole = {}
         for name, tensor in self.model_tensors().items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

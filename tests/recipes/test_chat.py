@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 from support import ROOT
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -364,3 +364,7 @@ def test_final_ends_where_an_answer_ends(load_recipe: Callable[[str], ModuleType
     politely = "{% if messages %}answer politely<|system|>{% endif %}" + CHATML
     assert task.stand_alone(tokenizer_with(politely)).eos_token == "<|end|>"
     assert task.stand_alone(tokenizer_with("{{ raise_exception('no') }}")).eos_token == "<|endoftext|>"
+    unnamed = tokenizer_with(CHATML.replace("<|end|>", "<|eot_id|>"))  # as in Llama 3's file
+    unnamed.add_tokens([AddedToken("<|eot_id|>", special=True)], special_tokens=True)
+    assert "<|eot_id|>" not in unnamed.all_special_tokens
+    assert task.stand_alone(unnamed).eos_token == "<|eot_id|>"

@@ -296,6 +296,34 @@ def test_final_cuts_at_the_side_that_the_task_does(task: str, side: str) -> None
     assert alone.truncation_side == side and alone.model_max_length == 8
 
 
+def test_final_pads_where_training_does() -> None:
+    tokenizer: Any = tokenizer_of("words", ["a b"])
+    tokenizer.padding_side = "left"
+    assert made("sequence_classification").stand_alone(tokenizer).padding_side == "right"
+    assert made("causal_lm").stand_alone(tokenizer).padding_side == "left"  # for generation
+
+
+# What a tokenizer adds itself: start and end of examples for a classifier, and for a model that continues texts.
+OWN_FRAMES = {
+    "$A </s>": ([], ["</s>"], ["[CLS]"], ["</s>"]),
+    "<s> $A </s>": (["<s>"], ["</s>"], ["<s>"], ["</s>"]),
+    "<s> $A": (["<s>"], ["[SEP]"], ["<s>"], ["[SEP]"]),
+    "[CLS] $A [SEP]": (["[CLS]"], ["[SEP]"], ["[CLS]"], ["[SEP]"]),
+    "$A": (["[CLS]"], ["[SEP]"], ["[CLS]"], ["[SEP]"]),
+}
+
+
+@pytest.mark.parametrize("frame", OWN_FRAMES)
+def test_of_several_special_tokens_those_are_taken_that_the_tokenizer_adds(frame: str) -> None:
+    names = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer: Any = tokenizer_of("words", ["a b"])
+    tokenizer.add_special_tokens(names)
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names.values()]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(frame, special_tokens=ids)
+    found = (part for name in ("sequence_classification", "causal_lm") for part in made(name).special_tokens(tokenizer))
+    assert tuple(map(tokenizer.convert_ids_to_tokens, found)) == OWN_FRAMES[frame]
+
+
 def test_final_pads_with_the_end_where_a_classifiers_tokenizer_has_no_padding() -> None:
     tokenizer: Any = tokenizer_of("words", ["a b"])
     tokenizer.pad_token = None

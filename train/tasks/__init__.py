@@ -8,7 +8,7 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -93,6 +93,7 @@ class Task:
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length", "dataset_options")
     # Columns of an example; ``length``, the positions a model sees, is one of them.
     example_columns: ClassVar[tuple[str, ...]] = ()
+    _own_ids = staticmethod(lru_cache(1)(lambda tokenizer: tokenizer("a")["input_ids"]))  # with what it adds itself
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", re.sub(r"^task_of_(.*)_\w{8}$", r"\1", cls.__module__.rpartition(".")[2]))
@@ -168,11 +169,16 @@ class Task:
             yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
     def special_tokens(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """The tokenizer's special tokens for the start and the end of a sequence, one each or none."""
+        """The tokenizer's special tokens for the start and the end of a sequence, its own first, one each or none."""
         instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
         kinds = ("cls", "bos", *instead), ("sep", "eos")
-        start, end = ([getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds)
-        return [i for i in start if isinstance(i, int)][:1], [i for i in end if isinstance(i, int)][:1]
+        ids = ([getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds)
+        start, end = ([i for i in some if isinstance(i, int)] for some in ids)
+        if getattr(tokenizer, "cls_token_id", None) is not None and (own := self._own_ids(tokenizer)):
+            adds_end_alone = own[0] not in start and own[-1] in end
+            start = [] if adds_end_alone and not self.is_causal else sorted(start, key=lambda i: i != own[0])
+            end.sort(key=lambda i: i != own[-1])
+        return start[:1], end[:1]
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         """``ids`` between these special tokens, where a text has not written its own."""
@@ -185,6 +191,7 @@ class Task:
         if not self.is_causal:
             is_left = "truncation" in self.encode_settings and self.data.truncation == "keep_tail"
             made.model_max_length, made.pad_token = self.data.max_length, made.pad_token or made.eos_token
+            made.padding_side = made.init_kwargs["padding_side"] = "right"
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
             end, plain = [] if self.is_causal else end, backend.encode("a", add_special_tokens=False).ids
