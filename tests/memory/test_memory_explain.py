@@ -140,7 +140,7 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "under a limit": (
         UNDER_A_LIMIT,
-        {"on_host": False, "free_bytes": 244.65 * GIB},
+        {"on_host": False, "free_bytes": 244.65 * GIB, "limit_bytes": 1.05 * GIB},
     ),
     "another allocator": (
         XPU,
@@ -491,6 +491,8 @@ def remedies(text: str) -> list[str]:
         "RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.",
         "RuntimeError: DataLoader worker (pid(s) 12, 34) is killed by signal: Killed. ",
         "worker process exited with exit code 137",
+        "[launch.py:322:sigkill_handler] ['/usr/bin/python', 'train.py'] exits with return code = -9",
+        "Command failed with return code 137",
         "Command terminated with exit status 137",
         "subprocess.CalledProcessError: Command '[python]' returned non-zero exit status 137.",
         "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.",
@@ -572,3 +574,10 @@ def test_flags_of_extras_that_a_fork_has_left_out_are_not_recommended(monkeypatc
     monkeypatch.setattr(explaining, "fields", lambda: left)
     assert "--optimizer_offload" not in explain(message) and "--loss" not in explain(message)
     assert "--micro_batch_size" in explain(message)
+
+
+def test_a_limit_of_the_process_is_what_was_full() -> None:
+    """The card has room: no other process is to blame, and nothing that nvidia-smi would show."""
+    said = explain(UNDER_A_LIMIT.replace("Tried to allocate 2.00 MiB", "Tried to allocate 2.00 GiB"))
+    assert "1.05 GiB  what PyTorch may take of it: a limit is set (set_per_process_memory_fraction)" in said
+    assert "Why: simply full." in said and "nvidia-smi" not in said

@@ -14,6 +14,7 @@ _FIGURES = {
     "total_bytes": r"totalcapaci?tyofSIZE",
     "free_bytes": "ofwhichSIZEisfree",
     "process_bytes": "thisprocesshasSIZEmemoryinuse",
+    "limit_bytes": "SIZEallowed;",
     "allocated_bytes": "SIZEisallocatedbyPyTorch",
     "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
 }
@@ -40,6 +41,7 @@ class OutOfMemory:
     total_bytes: int = 0
     free_bytes: int = 0
     process_bytes: int = 0  # of this process: PyTorch's reserve, the context, libraries
+    limit_bytes: int = 0  # which is set for this process
     allocated_bytes: int = 0  # in tensors
     reserved_unallocated_bytes: int = 0  # in no tensor
     other_processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of each process that the message names
@@ -51,8 +53,8 @@ class OutOfMemory:
 
     @property
     def available_bytes(self) -> int:
-        """What PyTorch could have of the device as it was: its own reserve and the free rest."""
-        return self.free_bytes + self.reserved_bytes
+        """What PyTorch could have of the device as it was: its own reserve and the free rest, up to its limit."""
+        return min(self.free_bytes + self.reserved_bytes, self.limit_bytes or 2**63)
 
     @property
     def other_processes_bytes(self) -> int:

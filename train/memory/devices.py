@@ -75,8 +75,8 @@ def find_device(text: str) -> Device:
     if len(meant) > 1:
         raise UsageError(f"device {text!r} may be {' or '.join(meant)}. Say which.")
     if not meant:
-        others = "For any other card say '24GiB' or the like, for Apple's chips 'mps 16GiB'."
-        raise UsageError(f"unknown device {text!r}. Known are {', '.join([*names, 'cpu'])}. {others}")
+        others = "Say how much memory it has, such as 24GiB (Apple's chips: 'mps 16GiB')"
+        raise UsageError(f"unknown device {text!r}. {others}, or one of {', '.join([*names, 'cpu'])}.")
     card = CARDS[meant[0]]
     total_bytes, context_bytes = int((card.memory_gib or 0) * _GIB), _context_bytes(card.compute_capability)
     return Device(meant[0], total_bytes, context_bytes, card.compute_capability, card.bytes_per_second)

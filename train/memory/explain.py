@@ -39,7 +39,7 @@ _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, wha
 
 def _account(oom: OutOfMemory, weights_fill: bool) -> tuple[str, list[str]]:
     """The cause, as in :data:`_WHAT_TO_DO`, and lines about it; ``weights_fill`` the card before any example."""
-    requested, free, total = oom.requested_bytes, oom.free_bytes, oom.total_bytes
+    requested, free, total = oom.requested_bytes, max(0, oom.available_bytes - oom.reserved_bytes), oom.total_bytes
     reserved, unallocated, others = oom.reserved_bytes, oom.reserved_unallocated_bytes, oom.other_processes_bytes
     is_huge = 0 < 0.25 * total <= requested
     scattered = unallocated + (0 if is_huge else free)
@@ -114,6 +114,7 @@ def _figures(oom: OutOfMemory) -> list[str]:
     others = ", ".join(f"{process} ({gib(size)})" for process, size in oom.other_processes[:3])
     others_bytes = oom.other_processes_bytes if oom.other_processes_bytes >= oom.total_bytes // 100 else 0
     rows = [
+        (oom.limit_bytes, "what PyTorch may take of it: a limit is set (set_per_process_memory_fraction)"),
         (oom.process_bytes, "this process: PyTorch's reserve, the driver's context, libraries"),
         (oom.allocated_bytes, "in tensors: weights, gradients, optimizer state, activations"),
         (oom.reserved_unallocated_bytes, "reserved by PyTorch but in no tensor: cache, and gaps between tensors"),
