@@ -102,7 +102,7 @@ def verify(checkpoint: Path) -> str | None:
 
 def unreadable(checkpoint: Path, error: OSError) -> UserError:
     """The error for a disk or network that fails: the checkpoint may be intact, so nothing skips or removes it."""
-    again = "Keep it, and try again; if that does not help, move it away to resume from the one before"
+    again = "Keep it, and try again; if that does not help, move it elsewhere to resume from the previous one"
     return UserError(f"{checkpoint} cannot be read: {error.strerror or error}. {again}.")
 
 

@@ -52,7 +52,7 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
         # In fp32, which counts to 16 million (MPS has no fp64), or in fp64 if the losses are.
         wide = torch.promote_types(scores.loss_sums.dtype, torch.float32)
         rows = torch.stack([t.to(wide) for t in (*sums, *first, *scores.counts)], dim=1).tolist()
-    # A batch that only keeps ranks in step has no ids.
+    # A dummy batch, which keeps ranks in step, has no ids.
     return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
 
 

@@ -92,7 +92,7 @@ def show_error(message: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` that may be shown and kept: no passwords in URLs, no tokens, nothing that a terminal would obey."""
+    """``text`` that may be shown and kept: without passwords in URLs, tokens, and control characters of a terminal."""
     for pattern, instead in _SECRETS.items():
         text = re.sub(pattern, instead, text)
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -82,7 +82,7 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     # NCCL's watchdog kills without a word: waiting longer lets a rank that knows who is lost say so first.
     timeout = timedelta(seconds=seconds + 60 * (device.type == "cuda"))
     options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
-    # A mesh or DeepSpeed gives none to the groups that it makes, which NCCL would end after 10 minutes.
+    # Groups that a device mesh or DeepSpeed makes have no timeout of their own: NCCL would end them after 10 minutes.
     distributed_c10d.default_pg_nccl_timeout = timeout
     # cpu=True would switch DeepSpeed off; the extra hardware has chosen the CPU
     options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"

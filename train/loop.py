@@ -91,7 +91,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
 
 
 def fetched(run: Run, steps: Iterator[Any], save: Callable[..., None]) -> Iterator[Any]:
-    """``steps``; if a batch cannot be made, those before are saved, unless other ranks would have to save along."""
+    """``steps``; if a batch cannot be made, those before are saved, where one process can do it: saving needs all."""
     try:
         yield from steps
     except Exception:

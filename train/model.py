@@ -21,7 +21,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_sum, self.scores = task.loss_sum, task.scores
-        self.tie_weights = getattr(model, "tie_weights", list)  # after accelerate has put weights in one by one
+        self.tie_weights = getattr(model, "tie_weights", list)  # accelerate calls it after loading weights
         # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
         self.loss_in_head: Callable[..., Any] | None = None
 
@@ -99,7 +99,7 @@ def build_network(
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
         if model_config.is_encoder_decoder and (end := task(run.config).special_tokens(tokenizer)[1]):
-            model_config.eos_token_id = end[0]  # those of Bart and T5 by this
+            model_config.eos_token_id = end[0]  # by which Bart's and T5's classifiers find the end of a text
     factory = getattr(transformers, task.auto_class)
     options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
@@ -107,7 +107,7 @@ def build_network(
         if not own.is_function and (own.model is None or not has_weights):
             network = factory.from_config(model_config, **options)
         elif not own.is_function:
-            options["ignore_mismatched_sizes"] = bool(label_names)  # a head of other classes is drawn like a new one
+            options["ignore_mismatched_sizes"] = bool(label_names)  # a head for other classes starts from scratch
             network = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None

@@ -173,7 +173,7 @@ class Outputs:
         if self.is_main:
             tokenizer.save_pretrained(partial)
             for path in partial.rglob("*"):
-                if path.is_file():  # safetensors lets nobody else read what it writes
+                if path.is_file():  # safetensors writes files that only their owner can read
                     path.chmod(partial.stat().st_mode & 0o666)
                 figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
@@ -190,7 +190,7 @@ class Outputs:
             f"{figures.several(summary['steps'], 'step')}{skipped}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             + (f"peak memory {figures.gib(peak)}, " if (peak := summary.get("peak_allocated_bytes")) else "")
-            + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "no step was left")
+            + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "no new steps")
         )
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 
@@ -222,7 +222,7 @@ class Outputs:
         if written := self.is_complete(progress.step, run.extras.first("final_step", run, progress) or progress.step):
             self.say(
                 f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
-                "--resume never or another --output_dir; for a longer one a higher --max_steps (or patience)."
+                "--resume never or another --output_dir; a longer one needs more --max_steps, or more patience."
             )
         return written
 

@@ -111,10 +111,10 @@ class Corpus:
 class MicroBatch:
     """The examples of one forward/backward on one device."""
 
-    inputs: dict[str, Any]  # of the forward, input_ids (B, S, ...) among them: tensors, or what moves and pins alike
+    inputs: dict[str, Any]  # of the forward, with input_ids (B, S, ...): tensors, or objects with to and pin_memory
     labels: torch.Tensor  # aligned with the logits, (B, S) or (B,); IGNORE is not a target
     num_targets: int
-    example_ids: tuple[int, ...]  # position of each in its split; () for a batch that only keeps ranks in step
+    example_ids: tuple[int, ...]  # position of each in its split; () for a dummy batch, which keeps ranks in step
     num_tokens: int  # input positions that hold a token of an example; the others are padding
 
     @property
@@ -214,7 +214,7 @@ class Evaluation:
 
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:
-    """(examples,) a column of numbers, which may be only to read."""
+    """(examples,) a column of numbers; the array may be read-only."""
     import numpy as np  # here: --help does not wait for it
 
     return np.asarray(examples.with_format("arrow")[name][:])  # numpy's format takes many times as long

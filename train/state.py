@@ -29,7 +29,7 @@ class Block:
 
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole
-    offsets: tuple[int, ...]  # where in it the block begins; one of one dimension may be a stretch of it flattened
+    offsets: tuple[int, ...]  # where in it the block begins; a 1-D block may be a slice of the flattened tensor
 
 
 class StoredBlocks:
@@ -46,7 +46,7 @@ class StoredBlocks:
         if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it belongs to another model.")
         whole, stored = tuple(entry["shape"]), entry["blocks"]
-        if len(shape) != len(stored[0][1]):  # the whole tensor, seen as the other way has it, then the part asked for
+        if len(shape) != len(stored[0][1]):  # stored flat but wanted in shape, or the reverse
             every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))
             tensor = self.block(section, name, (0,) * len(every), every).view(view)
             return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]
@@ -138,7 +138,7 @@ class TrainingState:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
                 whole[name] = full.detach().cpu().contiguous()
-        exchange(None)  # on a card those who keep nothing have only queued their part; they must not end before it
+        exchange(None)  # on a card other ranks have only queued their part, and must not end before it has run
         return whole
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The optimizer step, the only one there is; every mode calls it, some with an :class:`Engine` of their own."""
+"""The one optimizer step. Every mode calls it; some pass an :class:`Engine` of their own."""
 
 import hashlib
 import math
@@ -51,7 +51,7 @@ class Engine:
         self.accelerator.backward(loss * scale)
 
     def clip(self, model: nn.Module) -> float:
-        """Clips the gradient; returns its global norm before clipping. Only here a step waits for the device."""
+        """Clips the gradient; returns its global norm before clipping. One process waits for the device only here."""
         optim, accelerator = self.config.optimization, self.accelerator
         bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would give inf / inf = NaN
         parameters = list(model.parameters())
