@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from support import ROOT, printed_and_imported
 
+from train import extras
 from train.config import Config, parse, to_values
 
 TRAIN = ROOT / "train"
@@ -251,12 +252,21 @@ def test_there_is_one_step() -> None:
 
 def test_tasks_are_named_by_their_folder_and_the_default_alone() -> None:
     told, tasks = {}, {path.stem for path in (TRAIN / "tasks").glob("[!_]*.py")}
-    assert len(tasks) == 3
+    assert len(tasks) >= 3  # a fork has tasks of its own
     for name, tree in TREES.items():
         if not below(name, "train.tasks", "train.config"):
             found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)} & tasks
             told |= {name: found} if found else {}
     assert told == {}
+
+
+def test_every_folder_of_extras_is_joined_and_defines_only_what_is_called() -> None:
+    """One that is not in NAMES would do nothing, nor would a method with a misspelt name."""
+    folders = {path.parent.name for path in (TRAIN / "extras").glob("*/__init__.py")}
+    assert folders <= {*extras.ORDER}, "add it to NAMES in train/extras/__init__.py"
+    for name, found in extras.classes().items():
+        own = {method for method, value in vars(found).items() if callable(value) and method[0] != "_"}
+        assert own <= {*vars(extras.Extra)}, f"{name}: nothing calls such a method; one of its own begins with _"
 
 
 # Names and files

@@ -463,6 +463,7 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ("dataset: stdlib\nvalidation_split: test", "validation_split: stdlib does not have splits: leave it out"),
         ("model_config: {hidden_size: 8}", "model_type is missing"),
         ("learning_rate: .nan", "learning_rate: nan is not valid"),
+        ("learning_rate: .inf", "learning_rate: inf is not valid: it must be above 0 and finite."),
     ],
 )
 def test_wrong_recipe_stops_before_anything_is_loaded(

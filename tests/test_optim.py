@@ -103,6 +103,12 @@ def test_adamw_is_fused_and_takes_its_settings() -> None:
         assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 0.2, (0.7, 0.8), 1e-5)
 
 
+def test_an_optimizer_that_no_extra_has_built_is_not_replaced_by_adamw() -> None:
+    """As one of a fork whose name is in the Literal, and whose extra is not in NAMES."""
+    with pytest.raises(AssertionError, match="no extra has built --optimizer lion"):
+        build_optimizer(llama(), Optimization(optimizer="lion"))  # pyright: ignore[reportArgumentType]
+
+
 def rates(total: int = 20, peak: float = 1.0, **settings: Any) -> list[float]:
     config = Optimization(learning_rate=peak, **settings)
     return [learning_rate_at(step, total, config) for step in range(total + 1)]

@@ -20,7 +20,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -148,6 +148,11 @@ class Config:
     extras: dict[str, Any] = field(default_factory=lambda: {name: cls() for name, cls in extras.options().items()})
     """The section of each extra that has one, by the extra's name."""
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        """By name, those of the extras after the core's."""
+        return {**{name: getattr(self, name) for name in CORE}, **self.extras}
+
     def of(self, options: type[T]) -> T:
         """The section of an extra, by its class."""
         return next(section for section in self.extras.values() if isinstance(section, options))
@@ -161,15 +166,10 @@ class Config:
         return from_values({**to_values(self), **values})
 
 
-def sections() -> dict[str, type]:
-    """The sections by name, those of the extras after the core's."""
-    return {**CORE, **extras.options()}
-
-
 @functools.cache
 def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
     """Of all fields by name, the type and the field."""
-    hints = {cls: get_type_hints(cls) for cls in sections().values()}
+    hints = {cls: get_type_hints(cls) for cls in map(type, Config().sections.values())}
     return {f.name: (hints[cls][f.name], f) for cls in hints for f in dataclasses.fields(cls)}
 
 
@@ -204,9 +204,9 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
     )
     known, first = fields(), parser.add_argument_group("everyday")
     first.add_argument("--config", metavar="FILE", help="A YAML recipe; flags override it.")
-    for section, cls in sections().items():
-        group = parser.add_argument_group(section, cls.__doc__)
-        for entry in dataclasses.fields(cls):
+    for section, part in Config().sections.items():
+        group = parser.add_argument_group(section, part.__doc__)
+        for entry in dataclasses.fields(part):
             hint, name, alone = known[entry.name][0], entry.name, alone_value(entry.name)
             place = first if entry.metadata.get("everyday") else group
             nargs = "?" if alone else "*" if get_origin(hint) is tuple else None
@@ -247,11 +247,11 @@ def _from_text(text: Any, hint: Any) -> Any:
     if isinstance(text, list):
         return tuple(text)
     text = re.sub("^ (?=-)", "", text)  # which argument put there
-    candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
+    candidates: list[Any] = [None if text in ("None", "null") else text]
     for read in (json.loads, int, yaml.safe_load, float) if text.strip() else ():  # int: YAML takes 010 for 8
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
-    return next((value for value in candidates if _type_problem(value, hint) is None), text)
+    return next((value for value in candidates if _type_problem(value, hint) is None), candidates[0])
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -292,7 +292,8 @@ def from_values(values: dict[str, Any]) -> Config:
         own[name] = tuple(value) if isinstance(value, list) else value
         if known[name][1].metadata.get("is_path") and isinstance(value, str):
             own[name] = os.path.expanduser(value)  # noqa: PTH111 - unlike Path's, leaves a home that is not there
-    found = {name: cls(**{key: own[key] for key in vars(cls()) if key in own}) for name, cls in sections().items()}
+    parts = Config().sections.items()
+    found = {name: replace(part, **{key: own[key] for key in vars(part).keys() & own}) for name, part in parts}
     return Config(**{name: found.pop(name) for name in CORE}, extras=found)
 
 
@@ -361,20 +362,18 @@ def check(config: Config, launch: Launch | None = None) -> None:
         bounds = {rule: entry.metadata[rule] for rule in BOUNDS if rule in entry.metadata}
         is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be beyond all floats
         if not is_finite or not all(getattr(operator, rule)(value, bounds[rule]) for rule in bounds):
-            expected = " and ".join(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()) or "finite"
+            words = [*(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()), *["finite"] * (not is_finite)]
             off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
-            raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")
-    extras.check(config, launch)
+            raise UsageError(f"{name}: {value} is not valid: it must be {' and '.join(words)}{off}.")
+    extras.check(config, launch or Launch())
 
 
 def to_values(config: Config) -> dict[str, Any]:
     """All fields as flat ``key: value`` pairs."""
-    found = [getattr(config, name) for name in CORE] + list(config.extras.values())
-    return {name: value for section in found for name, value in vars(section).items()}
+    return {name: value for section in config.sections.values() for name, value in vars(section).items()}
 
 
 def dump(config: Config) -> str:
     """YAML that :func:`parse` reads back to this configuration."""
-    parts = {**{name: getattr(config, name) for name in CORE}, **config.extras}
     style: Any = {"sort_keys": False, "allow_unicode": True}
-    return "\n".join(f"# {name}\n{yaml.safe_dump(vars(part), **style)}" for name, part in parts.items())
+    return "\n".join(f"# {name}\n{yaml.safe_dump(vars(part), **style)}" for name, part in config.sections.items())

@@ -78,13 +78,11 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
 def call_function(spec: str, flag: str, config: Config) -> Any:
     """Calls the function that ``spec`` names, with the configuration if it needs an argument; returns its result."""
     function = load_function(spec, flag)
-    first = next(iter(inspect.signature(function).parameters.values()), None)
-    if first is None or first.kind is first.VAR_POSITIONAL:
-        return function()
-    if first.name == "config" and first.kind is not first.POSITIONAL_ONLY:
+    first = list(inspect.signature(function).parameters.values())[:1]  # or none
+    if any(p.name == "config" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in first):
         return function(config=config)
-    is_needed = first.default is first.empty and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return function(config) if is_needed else function()
+    by_position = [p for p in first if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return function(*(config for p in by_position if p.default is p.empty))
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:

@@ -129,5 +129,5 @@ def duration(seconds: float) -> str:
 def number(value: Any) -> str:
     """A measured number in four digits, a whole one with thousands separators; texts as they are, None as a dash."""
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:#.4g}".rstrip(".")
+        return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e15 else f"{value:#.4g}".rstrip(".")
     return "–" if value is None else f"{value:,}" if type(value) is int else str(value)

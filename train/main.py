@@ -67,7 +67,7 @@ def start(config: Config, launch: launching.Launch, hooks: extras.Extras, stop: 
 
     launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
     launch = hooks.pipe("change_launch", config, launch)
-    # Accelerator: devices, precision and accumulation are accelerate's; what the launcher decided goes in as options.
+    # Accelerator: what the launcher decided goes in as options.
     timeout_seconds = config.optimization.distributed_timeout_seconds
     options = launching.accelerator_options(launch, launching.target_device(), timeout_seconds)
     accelerator = Accelerator(

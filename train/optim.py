@@ -16,6 +16,7 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     optim, groups = run.config.optimization, parameter_groups(model, run.config.optimization)
     if (other := run.extras.first("build_optimizer", run.config, groups, run.accelerator.device)) is not None:
         return other
+    assert optim.optimizer == "adamw", f"no extra has built --optimizer {optim.optimizer}"
     # One fused kernel: fewer launches, and none of foreach's temporaries, which are as large as the parameters.
     trained = [p for group in groups for p in group["params"]]
     fused = all(p.device.type in ("cuda", "cpu", "mps", "xpu") and p.is_floating_point() for p in trained)

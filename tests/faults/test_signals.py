@@ -82,6 +82,22 @@ def test_handlers_are_given_back_but_one_who_was_asked_to_stop_is_not_ended_by_b
     assert signal.getsignal(signal.SIGINT) in before
 
 
+def test_the_first_interrupt_after_another_request_ends_nothing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of someone who presses Ctrl-C while a scheduler's request waits for the end of a long step."""
+    now, stop = 0.0, list[str]()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Signals(stop).listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        now = 60.0
+        os.kill(os.getpid(), signal.SIGINT)
+        now += SECONDS_OF_ONE_INTERRUPT
+        os.kill(os.getpid(), signal.SIGINT)
+        now += 0.1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop == ["SIGTERM"]
+
+
 @pytest.mark.parametrize(
     ("target", "number"),
     [

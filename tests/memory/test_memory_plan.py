@@ -19,7 +19,7 @@ from train.memory.advice import command, launcher_words, plan_text
 from train.memory.devices import Device, find_device
 from train.memory.grid import Grid, draw, grid_text, make_grid
 from train.memory.ladder import LADDER, Recompute, largest_fitting
-from train.memory.plan import Predictions, longest_length, make_plan, predicted
+from train.memory.plan import Predictions, host_bytes, longest_length, make_plan, predicted
 from train.memory.predict import Job, Prediction, Predictor, Target
 from train.memory.question import (
     MARGIN,
@@ -124,6 +124,16 @@ def test_a_plan_names_the_type_that_weights_compute_in(dtype: str, precision: st
 
 def configured(asked: Question, setting: Setting) -> Config:
     return asked.config.changed(**asked.changes(setting))
+
+
+def test_an_optimizer_of_a_fork_keeps_as_much_on_the_host_as_adamw() -> None:
+    asked = question(optimizer_offload=True)
+    needs = {}
+    for name in ("adamw", "lion"):
+        config: Any = replace(asked.config, optimization=replace(asked.config.optimization, optimizer=name))
+        job = replace(asked.job(asked.asked), values=to_values(config))
+        needs[name] = host_bytes(job, Synthetic().predict(job))
+    assert needs["lion"] == needs["adamw"] == 12 * 10**8
 
 
 def lengths_of(grid: Grid) -> list[int]:

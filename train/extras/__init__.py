@@ -276,14 +276,14 @@ def options() -> dict[str, type]:
     return {name: module.Options for name, module in modules.items() if hasattr(module, "Options")}
 
 
-def check(config: Config, launch: Launch | None = None) -> None:
-    """Has each extra check the configuration, which raises UsageError; without ``launch``, for a single process."""
-    launch = launch or Launch()
+def check(config: Config, launch: Launch) -> None:
+    """Has each extra check the configuration under ``launch``, which raises UsageError."""
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto needs train/memory/ and the extras hardware and meter: give a number.")
     if "new_models" in missing() and config.architecture.model_config is not None:
         raise UsageError("model_config needs train/extras/new_models/: give --model module:function, or a folder.")
-    if "optimizers" in missing() and config.optimization.optimizer != "adamw":
+    builds = any(cls.build_optimizer is not Extra.build_optimizer for cls in classes().values())
+    if config.optimization.optimizer != "adamw" and not builds:
         raise UsageError(f"optimizer: {config.optimization.optimizer} needs train/extras/optimizers/: use adamw.")
     if "parallelism" in missing() and (launch.mp_size > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")

@@ -80,7 +80,7 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
 def host_bytes(job: Job, prediction: Prediction) -> int:
     """Host memory for what is offloaded, by a process: inputs of layers; weights, gradients and optimizer state."""
     weights, trained = _shard_bytes(job, prediction)
-    moments = MOMENTS[job.values["optimizer"]]
+    moments = MOMENTS.get(job.values["optimizer"], 2)  # an optimizer of a fork: as many as AdamW
     if job.sharding == OFFLOAD:
         return prediction.offloaded_bytes + weights + (1 + moments) * trained
     is_offloaded = job.values.get("optimizer_offload") and job.target.device_type != "cpu"

@@ -112,7 +112,7 @@ def vocabulary_size(config: Config) -> int:
         return int(spec.removeprefix("train:"))
     if spec == "words":
         raise UsageError("tokenizer: words: its size depends on the training text. Give it: --vocab_size 20000.")
-    from train.data import load_tokenizer
+    from train.tasks import load_tokenizer
 
     try:
         return len(load_tokenizer(spec, config.architecture.trust_remote_code))

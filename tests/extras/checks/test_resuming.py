@@ -87,7 +87,7 @@ def test_code_that_has_changed_is_told_and_does_not_stop_the_run(tmp_path: Path)
     assert line == f"WARNING: {what} has changed since step-00000001 was written"
 
 
-@pytest.mark.parametrize("name", ["step", "loop", "optim"])
+@pytest.mark.parametrize("name", ["step", "loop", "optim", "batching"])
 def test_an_edited_step_counts_as_changed_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fourth route of a fork."""
     config = Config().changed(model=str(tmp_path), tokenizer="bytes")

@@ -215,6 +215,16 @@ def test_a_model_learns_the_same_by_a_package_and_says_so(monkeypatch: pytest.Mo
     assert smoothed.endswith("(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001")
 
 
+@pytest.mark.parametrize("asked", [{"label_smoothing": 0.1}, {"z_loss": 1e-4}])
+def test_terms_that_the_loss_of_another_extra_would_ignore_are_refused(asked: dict[str, float]) -> None:
+    model = ModelWithLoss(network("llama"))
+    model.loss_in_head = lambda *arguments: None
+    with pytest.raises(UserError, match="label_smoothing and z_loss are for cross-entropy; this run has another loss"):
+        Extra().change_loss(run_for(from_values(asked)), model)
+    Extra().change_loss(run := run_for(from_values({})), model)
+    assert run.outputs.notes == ["loss: that of another extra"]
+
+
 def test_the_place_is_that_of_the_products() -> None:
     model, device = network("llama", torch.bfloat16), torch.device("cpu")
     assert place_of(model, device, "no") == Place("cpu", torch.bfloat16)

@@ -94,6 +94,7 @@ def test_what_stays_between_steps_is_told_apart() -> None:
         handle.remove()
     tracker.tag(WORKSPACE, [shard])
     assert tracker.bytes_by_kind[WORKSPACE] == part.nbytes
+    assert tracker.see(shard) is None  # an update in place returns the whole, of which only the part is here
 
 
 def test_memory_that_no_tensor_shows_is_held_from_then_on() -> None:

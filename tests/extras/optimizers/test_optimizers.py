@@ -713,7 +713,7 @@ def test_the_file_of_a_cpu_computes_in_no_fp16(monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install -e '.\[bitsandbytes\]'"):
-        extras.check(settings(optimizer="adamw_8bit"))
+        extras.check(settings(optimizer="adamw_8bit"), Launch())
 
 
 def test_updates_in_backward_take_the_place_of_the_plain_engine_where_they_are_asked_for() -> None:

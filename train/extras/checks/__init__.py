@@ -129,6 +129,7 @@ class Extra(extras.Extra):
 
         values, own = to_values(run.config), run.config.architecture
         source = own.name.rpartition(":")[0] if own.is_function else f"{own.model}/config.json"
+        steps = "train.step", "train.loop", "train.optim", "train.batching"
         same = ("mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         return {
             "task": data.task.name,
@@ -138,7 +139,7 @@ class Extra(extras.Extra):
             "classes": data.label_names,
             "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
             "mixed_precision": run.accelerator.mixed_precision,
-            "code": code_digest(type(data.task).__module__, source, "train.step", "train.loop", "train.optim"),
+            "code": code_digest(type(data.task).__module__, source, *steps),
         }
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:

@@ -70,8 +70,9 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     read, known = {*task.encode_settings, task.target_share}, fields()
     optimizer, schedule = config.optimization.optimizer, config.optimization.lr_scheduler
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")
-    of_adam = () if optimizer.startswith("adamw") else ("adam_beta1", "adam_beta2", "adam_epsilon")
-    unread |= dict.fromkeys(of_adam if optimizer == "sgd" else (*of_adam, "sgd_momentum"), "optimizer")
+    of_sgd, of_adam = ("sgd_momentum",), ("adam_beta1", "adam_beta2", "adam_epsilon")
+    unread_by = {"adamw": of_sgd, "adamw_8bit": of_sgd, "sgd": of_adam, "adafactor": of_sgd + of_adam}
+    unread |= dict.fromkeys(unread_by.get(optimizer, ()), "optimizer")  # of a fork's own nothing is known
     unread |= {"decay_ratio": "lr_scheduler"} if schedule != "warmup_stable_decay" else {}
     unread |= {"min_learning_rate_ratio": "lr_scheduler"} if schedule == "constant" else {}
     unread |= {} if config.get("push_to_hub") else {"hub_model_id": "push_to_hub"}

@@ -28,7 +28,7 @@ class Signals:
     """Tells ``stop`` of SIGTERM, SIGINT, SIGHUP and SIGUSR1. A later second SIGINT ends the process at once."""
 
     def __init__(self, stop: list[str]) -> None:
-        self.stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), 0.0
+        self.stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), float("inf")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker: the run tells it what to do
@@ -37,7 +37,6 @@ class Signals:
             return
         if not self.stop:
             self.stop.append(signal.Signals(number).name)
-            self._since = time.monotonic()
             if not self._is_at_once and os.environ.get("RANK", "0") == "0":  # a long step may come first
                 line = f"\n{self.stop[0]}: the run stops at the next safe point, with a checkpoint"
                 if number == signal.SIGINT:  # accelerate launch ends at the first, and leaves the run behind
@@ -46,6 +45,7 @@ class Signals:
                     os.write(2, f"{line}\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
+        self._since = min(self._since, time.monotonic()) if number == signal.SIGINT else self._since  # the first one
         if self._is_at_once:
             raise StopAtOnce
 

@@ -215,8 +215,8 @@ def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """The storage that views share; None of a tensor without one: sparse, or a wrapper around others."""
+    """The storage that views share; None of a tensor without one: sparse, or a wrapper around others, as DTensor is."""
     try:
-        return tensor.untyped_storage()
+        return None if hasattr(tensor, "to_local") else tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
