@@ -78,7 +78,7 @@ def _load(path: str, split: str) -> datasets.Dataset:
     has_structs = "Json(" not in str(found.features)  # in which a row has every key of any row, most of them None
 
     def as_text(row: Any, number: int) -> dict[str, str]:
-        conversation = conversation_of(given_only(row) if has_structs else row, f"{path}, row {number}")
+        conversation = conversation_of(given_only(row) if has_structs else row, f"{path}, row {number + 1}")
         return {"text": json.dumps(conversation, ensure_ascii=False) if conversation["messages"] else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")

@@ -85,7 +85,7 @@ def _load(options: Options, split: str) -> datasets.Dataset:
         found = {name: row[column] or "" for name, column in columns.items()}
         if other := next((name for name in columns if not isinstance(found[name], str)), None):
             kind = type(found[other]).__name__
-            raise UserError(f"{options.path}, row {number}: {columns[other]!r} holds {kind}; it has to be text.")
+            raise UserError(f"{options.path}, row {number + 1}: {columns[other]!r} holds {kind}; it has to be text.")
         return {"text": json.dumps(found, ensure_ascii=False) if all(map(str.strip, found.values())) else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading summaries")

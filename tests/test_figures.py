@@ -177,6 +177,12 @@ def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path: Path, monkeypatch:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UserError, match=r"taken: cannot be written: File exists\. Give another --output_dir\.$"):
+        write_whole(tmp_path / "taken" / "config.yaml", "new")
+
+
 SECRET = ("access_token", "auth", "pwd", "jwt", "bearer", "Password", "api-key")
 
 

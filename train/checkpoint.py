@@ -162,10 +162,9 @@ def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
 
 def refusal(final: Path, error: OSError) -> UserError:
     """That the checkpoint ``final`` could not be written."""
-    return UserError(
-        f"the checkpoint {final.name} could not be written to {final.parent}: {error.strerror or error}. Earlier "
-        f"checkpoints are untouched{'; free space or give another --output_dir' * bool(error.errno)}."
-    )
+    what = f"the checkpoint {final.name} could not be written to {final.parent}: {error.strerror or error}"
+    remedy = "; free space or give another --output_dir" * bool(error.errno)
+    return UserError(f"{what}. Earlier checkpoints are untouched{remedy}.")
 
 
 def make_empty(partial: Path) -> None:

@@ -53,8 +53,9 @@ def writable(path: Path) -> Iterator[None]:
         make_folder(path.parent)
         yield
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{path}: cannot be written: {reason}. Free space or give another --output_dir.") from None
+        where = error.filename if isinstance(error, FileExistsError) else path  # a file in place of a folder
+        remedy = f"{'Free space or give' if error.errno in FULL else 'Give'} another --output_dir"
+        raise UserError(f"{where}: cannot be written: {error.strerror or error}. {remedy}.") from None
 
 
 def make_folder(path: Path) -> None:

@@ -220,10 +220,8 @@ class Outputs:
     def is_written(self, run: Run, progress: Progress) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
         if written := self.is_complete(progress.step, run.extras.first("final_step", run, progress) or progress.step):
-            self.say(
-                f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
-                "--resume never or another --output_dir; a longer one needs more --max_steps, or more patience."
-            )
+            others = "For a new run give --resume never or another --output_dir; for a longer one, a higher --max_steps"
+            self.say(f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. {others}.")
         return written
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:

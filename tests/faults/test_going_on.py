@@ -222,7 +222,7 @@ def test_what_there_is_to_do_is_told_as_it_is(tmp_path: Path) -> None:
     steps = summary(output)["steps"]
     assert steps < STEPS
     end = go(tmp_path, *tired)
-    assert "nothing to do" in end.said and "a longer one needs more --max_steps, or more patience" in end.said
+    assert "nothing to do" in end.said and "for a longer one, a higher --max_steps" in end.said
     assert summary(output)["final_step"] == summary(output)["best_step"] == steps - 1
     assert "is past the" not in end.said
     end = go(tmp_path, *tired, "--max_steps", 1, "--num_epochs", None)

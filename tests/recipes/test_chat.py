@@ -115,7 +115,7 @@ def test_summaries_are_texts_as_they_are_in_the_file(load_recipe: Callable[[str]
     (tmp_path / "years.csv").write_text(f"document,summary,year\n{years}")
     assert len(documents(recipe, path=str(tmp_path / "years.csv"))["train"]) == 20_000
     path = written(tmp_path / "rows.jsonl", {"document": "a", "summary": ["b"]})
-    with pytest.raises(UserError, match=r"row 0: 'summary' holds list; it has to be text"):
+    with pytest.raises(UserError, match=r"row 1: 'summary' holds list; it has to be text"):
         documents(recipe, path=str(path))
 
 
@@ -132,13 +132,13 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "two?"}, "chats.jsonl, row 0: no messages, .*, or prompt and completion; the columns are text"),
-        ({"messages": ["two?"]}, "row 0: no messages"),
-        ({"messages": [QUESTION], "tools": "search"}, "row 0: its tools are not JSON"),
-        ({"messages": [{"content": "two?"}]}, "row 0: a message of the role None: rename it to one of system, "),
-        ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 0: a message of the role \['user'\]: rename it"),
-        ({"conversations": [{"from": "bot", "value": "2"}]}, "row 0: a message of the role 'bot': rename it"),
-        ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 0: .* user has a content"),
+        ({"text": "two?"}, "chats.jsonl, row 1: no messages, .*, or prompt and completion; the columns are text"),
+        ({"messages": ["two?"]}, "row 1: no messages"),
+        ({"messages": [QUESTION], "tools": "search"}, "row 1: its tools are not JSON"),
+        ({"messages": [{"content": "two?"}]}, "row 1: a message of the role None: rename it to one of system, "),
+        ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 1: a message of the role \['user'\]: rename it"),
+        ({"conversations": [{"from": "bot", "value": "2"}]}, "row 1: a message of the role 'bot': rename it"),
+        ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 1: .* user has a content"),
     ],
 )
 def test_rows_without_a_conversation_are_named(
@@ -327,7 +327,7 @@ def test_messages_that_are_not_to_be_trained_on_and_words_for_the_template(
     assert json.loads(text)["chat_template_kwargs"] == {"enable_thinking": True}
     for bad, said in (("[1]", "are not names with values"), ("{", "are not JSON")):
         file = written(tmp_path / f"{len(bad)}.jsonl", {"messages": [QUESTION, ANSWER], "chat_template_kwargs": bad})
-        with pytest.raises(UserError, match=f"row 0: its chat_template_kwargs {said}"):
+        with pytest.raises(UserError, match=f"row 1: its chat_template_kwargs {said}"):
             documents(recipe, path=str(file))
     says = "{% if loud %}!{% endif %}" + CHATML
     tokenizer = tokenizer_with(says)
@@ -342,7 +342,7 @@ def test_a_system_text_next_to_a_system_message(load_recipe: Callable[[str], Mod
     row = {"messages": [system, QUESTION, ANSWER], "system": "Be brief. "}
     [text] = documents(recipe, path=str(written(tmp_path / "chats.jsonl", row)))["train"]["text"]
     assert json.loads(text)["messages"] == [system, QUESTION, ANSWER]
-    with pytest.raises(UserError, match=r"row 0: a system text and a system message that differ"):
+    with pytest.raises(UserError, match=r"row 1: a system text and a system message that differ"):
         documents(recipe, path=str(written(tmp_path / "others.jsonl", {**row, "system": "Be long."})))
 
 

@@ -60,11 +60,9 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
             if not (earlier.isfinite().all() and differ(logits_on_trial(small, tokens)[:, :-1], earlier)):
                 return None
             is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
-            return (
-                f"its tokens see those that follow{' (is_decoder: false in its configuration)' * is_encoder}, so "
-                f"{task.name} would learn to copy what it is to predict: use --task masked_lm, or a model that is a "
-                "decoder, such as llama or gpt2, or one with is_decoder: true"
-            )
+            why = f"its tokens see those that follow{' (is_decoder: false in its configuration)' * is_encoder}"
+            remedy = "use --task masked_lm, or a decoder, such as llama or gpt2, or a model with is_decoder: true"
+            return f"{why}, so {task.name} would learn to copy what it is to predict: {remedy}"
         row = tokens[0]
         has_own = (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate)  # loss, or inputs
         if not (task.labelled or has_own):

@@ -52,7 +52,7 @@ def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_precision_that_nobody_has_tried_is_refused() -> None:
-    with pytest.raises(UsageError, match="mixed_precision: fp8 in the launch file"):
+    with pytest.raises(UsageError, match="mixed_precision: 'fp8' in the launch file"):
         extras.check(Config().changed(model="x"), Launch(precision="fp8"))
 
 

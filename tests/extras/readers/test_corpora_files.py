@@ -522,7 +522,7 @@ def test_what_is_held_out_of_one_document_is_about_the_share_asked_for(jsonl: Wr
 def test_one_document_among_files_that_are_ignored_tells_of_these(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("x")
     (tmp_path / "lease.txt").write_text("other")
-    assert "too short to split. Add text, or a validation split. " in (said := message(tmp_path)), said
+    assert "too short to split or JSON: add text or a validation split. " in (said := message(tmp_path)), said
     assert "ignored 1 other file" in said
 
 
@@ -543,7 +543,7 @@ def test_documents_to_validate_on_are_not_trained_on(jsonl: Write, tmp_path: Pat
 
 
 def test_too_little_for_two_splits(jsonl: Write) -> None:
-    assert "too short to split" in message(jsonl({"text": "x"}))
+    assert "too short to split or JSON" in message(jsonl({"text": "x"}))
     assert "each label occurs in one record only" in message(jsonl({"text": "x", "label": 1}), labelled=True)
 
 

@@ -50,7 +50,9 @@ def test_a_run_that_has_ended_is_evaluated_on_other_data_and_stays_as_it_is(
     # The page is of these alone, on which only the last step and that of final/ were evaluated.
     assert ("Validation loss went from" in (run / "report.html").read_text()) is (len(how) == 1)
     assert kept == weights and not list(run.glob("previous-*"))
-    for name in "steps", "final_step", "best_step":
+    peaks = [name for name in first if name.startswith("peak_")]
+    assert "peak_allocated_bytes" in peaks  # of training, as the steps are
+    for name in "steps", "final_step", "best_step", *peaks:
         assert second[name] == first[name], name
     loss = second["result"]["validation"]["loss"]
     assert loss != pytest.approx(first["result"]["validation"]["loss"], abs=1e-3)

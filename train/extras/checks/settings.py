@@ -51,7 +51,7 @@ def check_settings(config: Config, launch: Launch) -> None:
     model, optim, folder = config.architecture, config.optimization, config.output.output_dir
     asked = optim.mixed_precision
     if launch.precision not in ("no", "fp16", "bf16"):
-        raise UsageError(f"mixed_precision: {launch.precision} in the launch file: use fp16, bf16 or no.")
+        raise UsageError(f"mixed_precision: {launch.precision!r} in the launch file: use fp16, bf16 or no.")
     # The launcher also says "no" when nobody chose, and on a CPU fp16 for whatever that is quick at.
     is_open = launch.precision == "fp16" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
     if asked is not None and launch.precision not in ("no", asked) and not is_open:

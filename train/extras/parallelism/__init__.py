@@ -114,11 +114,9 @@ class Extra(extras.Extra):
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises UserError if ranks have used different modules in a step since the last line: it is not saved."""
         if run.launch.engine != "ddp" and len(set(exchange(self._order))) > 1:
-            raise UserError(
-                "ranks used different modules of the model in one micro-batch: FSDP2 and DeepSpeed mix up their parts "
-                "of it. This happens where layers depend on the batch or are left out at random. The steps since the "
-                "last line of the log are wrong and were not saved. Use accelerate_configs/ddp.yaml."
-            )
+            why = "ranks used different modules in a micro-batch (layers depend on the batch, or on chance): FSDP2 and "
+            why += "DeepSpeed mix up their parts. Steps since the last line of the log are wrong, and not saved."
+            raise UserError(f"{why} Use accelerate_configs/ddp.yaml.")
         return progress
 
     def failed(self, run: Run | None, error: Exception) -> str | None:

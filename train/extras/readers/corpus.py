@@ -1,6 +1,7 @@
 """Where text comes from: functions, local files, datasets of 🤗 Datasets, the standard library's own text."""
 
 import difflib
+import json
 import os
 import platform
 import re
@@ -83,12 +84,10 @@ def _returned(config: Config, data: Source) -> dict[str, Dataset]:
     found = call_function(data.dataset, "dataset", config)
     splits: dict[str, Any] = dict(found) if isinstance(found, dict) else {"train": found}
     name = f"dataset {data.dataset!r}"
-    if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
+    if not {"train"} <= splits.keys() <= {*SPLITS} or not all(isinstance(split, Dataset) for split in splits.values()):
         give = "return a 🤗 Dataset (Dataset.from_list(rows) makes one), or a dict of them: train, validation, test"
-        lacking = " without train" if isinstance(found, dict) and "train" not in found else ""
-        raise UserError(f"{name} returned {type(found).__name__}{lacking}: {give}.")
-    if unknown := splits.keys() - set(SPLITS):
-        raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
+        names = f" of {', '.join(map(str, splits))}" if isinstance(found, dict) and splits else ""
+        raise UserError(f"{name} returned {type(found).__name__}{names}: {give}.")
     for split, documents in splits.items():
         if documents.format["type"] == "custom":
             raise UserError(f"{name}: the {split} split has a transform, which is not applied: use map().")
@@ -213,7 +212,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         # Not in memory: the parts land in the cache.
         if len(parts := readers.cached(halves, documents.features, document=documents, fraction=fraction)) < 2:
             notes = "".join(f" {note}." for note in data.notes)
-            raise UserError(f"{name}: one document, too short to split. Add text, or a validation split.{notes}")
+            raise UserError(f"{name}: one document, too short to split or JSON: add text or a validation split.{notes}")
         data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
         return parts.select([0]), parts.select([1])
     order = np.random.default_rng(0).permutation(len(documents))
@@ -233,6 +232,9 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
 def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:
     """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
     text = document[0]["text"]
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return  # of which no half is JSON
     place = round(len(text) * (1 - fraction))
     near = place - min(2000, len(text) - place)  # the held-out part at most doubles
     cut = text.rfind("\n", max(near, 0), place) + 1 or place  # after a line if one ends nearby

@@ -127,7 +127,7 @@ class Extra(extras.Extra):
         is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
         if is_over and (is_other or is_again or is_gone) and earlier.get("steps") == progress.step:
             self._ended = chosen = earlier.get("final_step", progress.step)
-            outputs.note(f"the run has ended: final/ stays as it is, of step {chosen} (--resume never trains again)")
+            outputs.note(f"the run has ended: final/ keeps its model, of step {chosen} (--resume never trains again)")
             folder = outputs.checkpoints / f"step-{chosen:08d}"
             if is_again and chosen != progress.step and (why := outputs.from_main(lambda: verify(folder))) is not None:
                 remedy = f"Evaluate it by a run of its own with --model {outputs.final}, or use from_pretrained"
@@ -190,6 +190,10 @@ class Extra(extras.Extra):
             return outputs.note("no evaluated checkpoint is intact: final/ has the last weights")
 
         return best if outputs.is_complete(progress.step, best) else outputs.from_main(choose)  # final/ has it already
+
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        known = self._earlier if self._ended is not None else {}  # only evaluated again: peaks are those of training
+        summary |= {name: value for name, value in known.items() if name.startswith(("peak_", "predicted_"))}
 
 
 def load_metric(name: str, num_classes: int) -> Any:
