@@ -17,7 +17,6 @@ from train.batching import (
     Batches,
     Loading,
     Rounds,
-    epoch_order,
     without_targets,
 )
 from train.config import Config
@@ -137,6 +136,10 @@ def test_contradictions_are_refused_with_what_would_do(
 
 
 # Order
+
+
+def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    return Rounds().order(np.ones(num_examples), seed, epoch)
 
 
 def test_epoch_order_is_a_permutation_of_seed_and_epoch() -> None:

@@ -752,6 +752,49 @@ def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: For
     assert again["result"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def with_extra(fork: Fork, name: str) -> None:
+    """Adds the extra that the docs show to a fork, as they say."""
+    extra = fork.folder / "train" / "extras" / name
+    extra.mkdir()
+    (extra / "__init__.py").write_text(shown_in("docs/forking.md", rf"train/extras/{name}/__init__\.py"))
+    order = fork.folder / "train" / "extras" / "__init__.py"
+    order.write_text(order.read_text().replace('"meter gradients', f'"{name} meter gradients'))
+
+
+@pytest.mark.slow
+def test_the_optimizer_shown_in_the_docs_trains_is_planned_and_resumes(fork: Fork) -> None:
+    with_extra(fork, "nadam")
+    config = fork.folder / "train" / "config.py"
+    config.write_text(config.read_text().replace('"adafactor", "sgd"]', '"adafactor", "sgd", "nadam"]'))
+    flags = *LISTOPS, "--model_config", TINY, "--optimizer", "nadam", "--max_grad_norm", "None", "--adam_beta2", 0.9
+    flags = *flags, "--lr_scheduler", "constant", "--save_every_steps", 1, "--save_total_limit", 9, "--weight_decay", 0
+    out, _ = fork.trains(*flags, "--micro_batch_size", "auto", "--global_batch_size", 4)
+    assert "does nothing" not in out
+    folders = [fork.output / "checkpoints" / f"step-{step:08d}" for step in (1, 2, 3)]
+    before, *_, third = (load_file(folder / "model-00000.safetensors") for folder in folders)
+    state = load_file(folders[0] / "optimizer-00000.safetensors")
+    assert any(name.endswith("mu_product") for name in state), [*state]  # NAdam's, which AdamW does not have
+    done = fork.run(*flags, "--micro_batch_size", 4, "--global_batch_size", 4, "--resume", folders[0])
+    assert done.returncode == EXIT_DONE, done.stderr
+    for name, weight in load_file(folders[2] / "model-00000.safetensors").items():
+        torch.testing.assert_close(weight, third[name], rtol=0, atol=0)
+        assert not torch.equal(weight, before[name])
+    shutil.copytree(ROOT / "accelerate_configs", fork.folder / "accelerate_configs")
+    fork.write("plan.py", 'import runpy\nrunpy.run_module("train.memory", run_name="__main__")\n')
+    words = ("plan.py", "plan", *BASE[:4], *flags, "--global_batch_size", 4, "--device", "l4")
+    planned = script(words, 1, {**os.environ, "PYTHONPATH": str(fork.folder)}, fork.folder, alone=True)
+    assert planned.returncode == EXIT_DONE, planned.stderr
+    assert "Fits: gpt2" in planned.stdout
+
+
+def test_the_order_shown_in_the_docs_begins_with_short_examples(fork: Fork) -> None:
+    with_extra(fork, "short_first")
+    fork.trains(*LISTOPS, "--model_config", TINY, *QUICK, "--max_length", 64, "--global_batch_size", 4)
+    rows = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
+    lengths = [row["sequence_length"] for row in rows]
+    assert lengths == sorted(lengths) and len(set(lengths)) == 3, lengths
+
+
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:
     fork.write("train/tasks/share_of_spaces.py", TASK)
     done = fork.run("--task", "share_of_space", "--model_config", TINY)

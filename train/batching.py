@@ -21,13 +21,12 @@ from train.records import IGNORE, BatchArithmetic, MicroBatch, column
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]  # examples and a seed to a batch
 
 
-def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
-    """(num_examples,) a permutation that depends on nothing else."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_examples)
-
-
 class Rounds:
-    """How the examples of a step form micro-batches; an extra may form them otherwise."""
+    """The order of an epoch, and how the examples of a step form micro-batches; an extra may have its own."""
+
+    def order(self, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """(examples,) a permutation that depends on nothing else."""
+        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(lengths))
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids.
@@ -70,7 +69,7 @@ class Batches:
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step on this rank, from ``first_step`` of ``epoch``."""
         size, lengths = self.arithmetic.global_batch_size, column(self.examples, "length")
-        order = epoch_order(len(lengths), self.seed, epoch)
+        order = self.loading.rounds.order(lengths, self.seed, epoch)
 
         def planned() -> Iterator[list[list[int]]]:
             for first in range(first_step * size, len(order), size):

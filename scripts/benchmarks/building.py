@@ -542,9 +542,11 @@ def example_lengths(config: Config, folder: Path) -> np.ndarray:
 
 def example_order(num_examples: int, seed: int) -> np.ndarray:
     """The order in which the first epoch takes the examples."""
-    from train.batching import epoch_order
+    import numpy as np
 
-    return epoch_order(num_examples, seed, 0)
+    from train.batching import Rounds
+
+    return Rounds().order(np.ones(num_examples), seed, 0)
 
 
 def by_count(ids: list[int], lengths: np.ndarray, size: int) -> Iterator[list[int]]:
