@@ -30,7 +30,7 @@ _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*
 
 _HINTS = {remedy.name: [remedy.hint] for remedy in reversed(ladder.REMEDIES)}  # of two with a name the first
 _HINTS["all"] = [remedy.hint for remedy in ladder.REMEDIES]
-_HINTS["few"] = [remedy.hint for remedy in (ladder.CHUNKED, ladder.MICRO_BATCH, ladder.CHECKPOINTING)]
+_HINTS["few"] = [remedy.hint for remedy in ladder.REMEDIES[:3]]  # loss, micro-batch, checkpointing
 _WHAT_TO_DO: dict[str, list[tuple[str, str]]] = {  # by cause: what to type, what it does
     cause: [hint for entry in entries for hint in (entry.items() if isinstance(entry, dict) else _HINTS[entry])]
     for cause, entries in ladder.TEXTS["remedies"].items()

@@ -142,37 +142,37 @@ class Remedy:
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("what_to_do.yaml").read_text(encoding="utf-8"))
 REMEDIES = tuple(Remedy(*row) for row in TEXTS["flags"])
-CHUNKED, MICRO_BATCH, CHECKPOINTING, EVALUATION, _, OPTIMIZER_OFFLOAD, EIGHT_BIT, ADAFACTOR, _, MAX_LENGTH = REMEDIES
 
 
 def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     """What makes the step of ``job`` need less memory, cheapest first: (what to type, what it does, the job)."""
     is_adamw = job.values["optimizer"] == "adamw" and job.sharding in ("none", "ddp")
     is_plain = is_adamw and job.values.get("bf16_update") == "nearest" and not job.values["optimizer_offload"]
-    tokens, smaller = job.values.get("max_tokens_per_micro_batch"), divisors(job.micro_batch_size)[-2:][0]
+    tokens, in_backward = (job.values.get(name) for name in ("max_tokens_per_micro_batch", "optimizer_in_backward"))
+    smaller = divisors(job.micro_batch_size)[-2:][0]
     least = job.values["max_length"] / job.length if tokens else 1  # of the examples, which a budget has to hold
-    helps = {  # only those whose saving can be predicted
-        CHUNKED: not job.num_labels and job.values.get("loss") == "full",
-        MICRO_BATCH: job.micro_batch_size > 1 and not job.values.get("optimizer_in_backward") and least <= smaller,
-        CHECKPOINTING: job.values.get("gradient_checkpointing", "full") != "full",
-        EVALUATION: (job.eval_batch_size or 0) > job.micro_batch_size,
-        OPTIMIZER_OFFLOAD: is_plain and job.target.device_type == "cuda",
-        EIGHT_BIT: is_plain,
-        ADAFACTOR: is_adamw,
-        MAX_LENGTH: job.length > 1,
+    helps = {  # by name and value, only those whose saving can be predicted
+        ("loss", "chunked"): not job.num_labels and job.values.get("loss") == "full",
+        ("micro_batch_size", None): job.micro_batch_size > 1 and not in_backward and least <= smaller,
+        ("gradient_checkpointing", "full"): job.values.get("gradient_checkpointing", "full") != "full",
+        ("eval_batch_size", 1): (job.eval_batch_size or 0) > job.micro_batch_size,
+        ("optimizer_offload", True): is_plain and job.target.device_type == "cuda",
+        ("optimizer", "adamw_8bit"): is_plain,
+        ("optimizer", "adafactor"): is_adamw,
+        ("max_length", None): job.length > 1,
     }
     found = []
-    for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
-        value = {MICRO_BATCH: smaller, MAX_LENGTH: job.length // 2}.get(remedy, remedy.value)
+    for remedy in (remedy for remedy in REMEDIES if helps.get((remedy.name, remedy.value))):
+        value = {"micro_batch_size": smaller, "max_length": job.length // 2}.get(remedy.name, remedy.value)
         values = {**job.values, "micro_batch_size": job.micro_batch_size, remedy.name: value}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
-        size, length = values["micro_batch_size"], value if remedy is MAX_LENGTH else job.length
+        size, length = values["micro_batch_size"], value if remedy.name == "max_length" else job.length
         accumulates = job.accumulates or size < job.micro_batch_size
         evaluated = job.eval_batch_size and min(job.eval_batch_size, values["eval_batch_size"] or size)
         sizes = {"micro_batch_size": size, "length": length, "eval_batch_size": evaluated}
         changed = replace(job, values=values, accumulates=accumulates, **sizes)
-        by_tokens = remedy is MICRO_BATCH and tokens
+        by_tokens = remedy.name == "micro_batch_size" and tokens
         typed = f"--max_tokens_per_micro_batch {size * length}" if by_tokens else f"--{remedy.name} {value}"
         found.append((typed, remedy.note, changed))
     return found
