@@ -63,6 +63,8 @@ def test_product_names_are_understood(product: str, name: str) -> None:
     [
         ("24GiB", 24 * GIB, "24GiB"),
         ("24 gib", 24 * GIB, "24GiB"),
+        ("24Gi", 24 * GIB, "24GiB"),
+        ("24G", 24 * 10**9, "24GB"),
         ("16GB", 16 * 10**9, "16GB"),
         ("47.5GiB", 47 * GIB + GIB // 2, "47.5GiB"),
     ],

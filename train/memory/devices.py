@@ -48,7 +48,7 @@ def find_device(text: str) -> Device:
     enough where no other begins so. Raises UsageError for any other.
     """
     given = text.strip().lower()
-    if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", given):
+    if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b?", given):
         unit, unit_bytes = ("GiB", _GIB) if size[3] else ("GB", 10**9)
         name, total_bytes = f"{float(size[2]):g}{unit}", int(float(size[2]) * unit_bytes)
         if size[1]:

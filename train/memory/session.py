@@ -36,7 +36,7 @@ from train.model import build_network
 from train.records import MicroBatch, Parts, Run, UserError, arithmetic_of, column
 from train.tasks import stored_config
 
-MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
+MARGIN_OF_FREE = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
 
 class MemorySession:
@@ -116,7 +116,7 @@ class MemorySession:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
             if self._device.type == "mps":
                 free = min(free, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
-            room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN))
+            room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN_OF_FREE))
             chosen, line = choose(name, ways, needs, room)
             self._run.outputs.say(line)
             return chosen
@@ -179,11 +179,11 @@ class MemorySession:
             rehearse(run, parts, longest * (2 if several and len(longest) == 1 else 1))
             shapes = " and ".join("{} × {:,}".format(*batch.shape) for batch in longest)
             meter: Any = run.extras.by_name["meter"]
-            meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
-            peak = f"peaks at {gib(figures['peak_allocated_bytes'])}" if meter.meter is not None else "is not measured"
+            meter.measured(run, measured := {"tokens_per_second": 0.0})  # and so forgotten before the first step
+            peak = f"peaks at {gib(measured['peak_allocated_bytes'])}" if meter.meter is not None else "is not measured"
             said = f"memory: the longest step ({shapes} tokens) {peak}"
-            if figures.get("peak_reserved_bytes"):
-                said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
+            if measured.get("peak_reserved_bytes"):
+                said += f" allocated, {gib(measured['peak_reserved_bytes'])} reserved"
         if self._predicts:
             peak, reserved, problem = self._predicted
             if not problem:
