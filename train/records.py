@@ -1,4 +1,4 @@
-"""What the stages hand to each other: small frozen records, and the errors a person can cause."""
+"""What the stages hand to each other: small records, all but Run frozen, and the errors a person can cause."""
 
 from __future__ import annotations
 

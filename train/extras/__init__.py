@@ -3,7 +3,7 @@
 An extra is a folder here, or ``train/memory/``. Its ``__init__.py`` has a class ``Extra`` and, if it has flags, a
 frozen dataclass ``Options``, made of train.config.option; without the folder its flags and checks do not exist. Extras
 change the batches, change the model, wrap the step, and hear of events: the core calls the methods below in the order
-of :data:`ORDER`. Only this file knows all extras.
+of :data:`ORDER`. Only this file lists them all.
 """
 
 # pyright: reportReturnType=false
