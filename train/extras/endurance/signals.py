@@ -1,6 +1,6 @@
-"""What ends a run from outside: signals, which ask for a checkpoint first, and readers of its output, which go alone.
+"""What could end a run from outside: signals, after which it saves a checkpoint, and readers of its output that leave.
 
-Processes that load batches leave signals to it. Its output outlives a pager, a pipe, a terminal that is closed.
+Processes that load batches leave signals to the run. It continues where a pager, a pipe or a terminal is closed.
 """
 
 import errno
@@ -105,7 +105,7 @@ def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: 
 
 
 def _start(loader: Any) -> Any:
-    """Starts the processes of a DataLoader; they are born deaf to signals, because the run tells them what to do."""
+    """Starts the processes of a DataLoader with signals blocked, because the run tells them when to end."""
     handler, mask = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         batches = iter(loader)
