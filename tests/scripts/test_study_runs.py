@@ -209,7 +209,7 @@ def test_a_plan_names_runs_memory_and_flags_that_exclude_each_other(tmp_path: Pa
     [
         ("typo:lora_rnk=4", "made", "error: --toggle typo: unknown flag --lora_rnk. Did you mean --lora_rank?"),
         ("value:loss=chunky", "made", "error: --toggle value: loss: 'chunky' is not valid: expected one of "),
-        ("ckpt:gradient_checkpointing=full", "recipe.yaml", "recipe.yaml/runs: cannot be written: "),
+        ("ckpt:gradient_checkpointing=full", "recipe.yaml", "recipe.yaml: cannot be written: File exists"),
     ],
 )
 def test_what_cannot_run_at_all_is_said_before_anything_runs(
