@@ -391,7 +391,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     rows = result("long_sequence")["results"]
     time = rows["+ compiled"]["time_ratio"]["median"]
     memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
-    assert f"a QLoRA step of Llama-3.1-8B's shape on {step['length']:,} tokens fits in [24 GiB]" in readme
+    assert f"a QLoRA step of a model of Llama-3.1-8B's shape on {step['length']:,} tokens fits in [24 GiB]" in readme
     assert "one 3 to 5 % longer ran out of memory, in [9 of 9 cases]" in readme
     assert (
         f"a step that trains all weights on {whole['length']:,} tokens in [{whole['peak_bytes'] / 2**30:.0f} GiB]"
