@@ -24,6 +24,14 @@ def base(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("text", ["None", "null"])
+def test_nothing_is_no_text(base: Path, text: str) -> None:
+    """Neither is the name of a folder; where nothing may be given, it is."""
+    with pytest.raises(UsageError, match="output_dir: None is not valid: expected text"):
+        parse(["--config", str(base), "--output_dir", text])
+    assert parse(["--config", str(base), "--max_grad_norm", text]).optimization.max_grad_norm is None
+
+
 # Numbers
 
 

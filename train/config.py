@@ -247,11 +247,13 @@ def _from_text(text: Any, hint: Any) -> Any:
     if isinstance(text, list):
         return tuple(text)
     text = re.sub("^ (?=-)", "", text)  # which argument put there
-    candidates: list[Any] = [None if text in ("None", "null") else text]
+    if text in ("None", "null"):
+        return None
+    candidates: list[Any] = [text]
     for read in (json.loads, int, yaml.safe_load, float) if text.strip() else ():  # int: YAML takes 010 for 8
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
-    return next((value for value in candidates if _type_problem(value, hint) is None), candidates[0])
+    return next((value for value in candidates if _type_problem(value, hint) is None), text)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -292,8 +294,7 @@ def from_values(values: dict[str, Any]) -> Config:
         own[name] = tuple(value) if isinstance(value, list) else value
         if known[name][1].metadata.get("is_path") and isinstance(value, str):
             own[name] = os.path.expanduser(value)  # noqa: PTH111 - unlike Path's, leaves a home that is not there
-    parts = Config().sections.items()
-    found = {name: replace(part, **{key: own[key] for key in vars(part).keys() & own}) for name, part in parts}
+    found = {n: replace(part, **{k: own[k] for k in vars(part).keys() & own}) for n, part in Config().sections.items()}
     return Config(**{name: found.pop(name) for name in CORE}, extras=found)
 
 
