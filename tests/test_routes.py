@@ -715,12 +715,18 @@ def test_summaries_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: An
     assert summary["result"]["validation"]["loss"] == pytest.approx(own, rel=1e-4)
 
 
-def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
-    extra = fork.folder / "train" / "extras" / "head_norm"
+def with_extra(fork: Fork, name: str, changed: tuple[str, str] = ("", "")) -> None:
+    """Adds the extra that the docs show to a fork, as they say: a folder, and its name in NAMES."""
+    extra = fork.folder / "train" / "extras" / name
     extra.mkdir()
-    (extra / "__init__.py").write_text(shown_in("docs/forking.md", r"train/extras/head_norm/__init__\.py"))
+    code = shown_in("docs/forking.md", rf"train/extras/{name}/__init__\.py").replace(*changed)
+    (extra / "__init__.py").write_text(code)
     order = fork.folder / "train" / "extras" / "__init__.py"
-    order.write_text(order.read_text().replace('NAMES = "checks', 'NAMES = "head_norm checks'))
+    order.write_text(order.read_text().replace('NAMES = "checks', f'NAMES = "{name} checks'))
+
+
+def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
+    with_extra(fork, "head_norm")
     _, summary = fork.trains(*LISTOPS, "--model_config", TINY, *QUICK)
     assert summary["extras"][0] == "head_norm"
     *_, last = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
@@ -729,12 +735,7 @@ def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
 
 
 def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: Fork) -> None:
-    extra = fork.folder / "train" / "extras" / "average"
-    extra.mkdir()
-    code = shown_in("docs/forking.md", r"train/extras/average/__init__\.py").replace("0.999", "0.5")
-    (extra / "__init__.py").write_text(code)
-    order = fork.folder / "train" / "extras" / "__init__.py"
-    order.write_text(order.read_text().replace('NAMES = "checks', 'NAMES = "average checks'))
+    with_extra(fork, "average", ("0.999", "0.5"))
     flags = *LISTOPS, *QUICK, "--save_every_steps", 1, "--save_total_limit", 9, "--lr_scheduler", "constant"
     assert fork.run(*flags, "--model_config", TINY, "--learning_rate", 0.01, "--max_steps", 2).returncode == EXIT_DONE
     _, summary = fork.trains(*flags, "--model_config", TINY, "--learning_rate", 0.01)  # resumes
@@ -750,15 +751,6 @@ def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: For
     shutil.move(final, fork.folder / "averaged")
     _, again = fork.trains(*flags, "--model", "averaged", "--learning_rate", 1e-12, "--resume", "never")
     assert again["result"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-def with_extra(fork: Fork, name: str) -> None:
-    """Adds the extra that the docs show to a fork, as they say."""
-    extra = fork.folder / "train" / "extras" / name
-    extra.mkdir()
-    (extra / "__init__.py").write_text(shown_in("docs/forking.md", rf"train/extras/{name}/__init__\.py"))
-    order = fork.folder / "train" / "extras" / "__init__.py"
-    order.write_text(order.read_text().replace('"meter gradients', f'"{name} meter gradients'))
 
 
 @pytest.mark.slow

@@ -18,8 +18,10 @@ from faults.processes import script
 from support import ROOT, write_recipe
 
 from train import extras
+from train.config import from_values
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.records import EXIT_DONE, EXIT_USAGE
+from train.launch import Launch
+from train.records import EXIT_DONE, EXIT_USAGE, UsageError
 
 DATA = """
 import datasets
@@ -203,6 +205,17 @@ def test_imports_are_sorted_for_ruff_whatever_extra_a_fork_has_deleted(tmp_path:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_an_optimizer_needs_some_extra_that_builds_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template's own, or one of a fork that has deleted it."""
+    config, here = from_values({"model": "x", "optimizer": "sgd"}), extras.classes()
+    monkeypatch.setattr(extras, "classes", lambda: {name: here[name] for name in ("meter", "report")})
+    with pytest.raises(UsageError, match="optimizer: sgd needs train/extras/optimizers/: use adamw"):
+        extras.check(config, Launch())
+    own = type("Extra", (extras.Extra,), {"build_optimizer": lambda self, config, groups, device: None})
+    monkeypatch.setattr(extras, "classes", lambda: {"lion": own})
+    extras.check(config, Launch())
 
 
 def test_an_extra_of_another_installed_copy_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
