@@ -4,10 +4,10 @@ parallelism, equal on all ranks; and going back to one after divergence."""
 import itertools
 import json
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from train import checkpoint
+from train.extras.endurance.lost_rank import in_background
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.figures import read_metrics
 from train.records import DivergenceError, Progress, Run, UserError, exchange
@@ -32,15 +33,14 @@ class Saving:
     """Writes a run's checkpoints; all methods but :meth:`wait` are called by all ranks together.
 
     With ``in_background`` each rank copies what it holds, and a thread of its own writes the copy; without it training
-    waits for the disk. Rank 0's thread waits for all others, and completes the checkpoint: by ``gather``, which hands
+    waits for the disk. A thread of rank 0 waits for all ranks, and completes the checkpoint: by ``gather``, which hands
     it a text of every rank, under a name that is used once.
     """
 
     def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] | None = None) -> None:
         self._in_background, self._gather = in_background, gather or (lambda _, text: [text])
-        self._thread: threading.Thread | None = None
-        self._own_part_is_done = threading.Event()
-        self._error: Exception | None = None
+        self._own_part: Future[str] = Future()  # what this rank has written, as JSON
+        self._whole: Future[None] | None = None  # the checkpoint that is on its way
         self._last_failed, self._written = False, None
         self._buffer = torch.empty(0)  # for copies from a card: page-locked, and used again
         self.replicas: nn.Module | None = None  # a model that every rank holds as a whole
@@ -72,7 +72,7 @@ class Saving:
     def look(self, run: Run, step: int) -> None:
         """Finishes what is written by now: a failure is noted while there is time to make room."""
         self.refuse_drift(step, is_saved=False)
-        if self._thread is not None and all(exchange(not self._thread.is_alive())):
+        if self._whole is not None and all(exchange(self._whole.done())):
             self.finish(run)
 
     def refuse_drift(self, step: int, is_saved: bool) -> None:
@@ -91,14 +91,13 @@ class Saving:
 
     def finish(self, run: Run) -> None:
         """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        whole, self._whole = self._whole, None
+        if whole is None:
             return
         try:
-            # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
-            checkpoint.together(self._own_part_is_done.wait)
-            thread.join()
-            checkpoint.together(self._raise_error)
+            # A rank that is lost breaks this, as it does every collective; the whole is not waited for.
+            checkpoint.together(lambda: bool(self._own_part.result()))
+            checkpoint.together(whole.result)
         except OSError as error:
             if run.accelerator.process_index == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -108,9 +107,9 @@ class Saving:
             run.outputs.rotate(run, self._progress)
 
     def wait(self, seconds: float) -> None:
-        """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        """Gives a checkpoint that is on its way time to be completed, without asking other ranks."""
+        if self._whole is not None:
+            wait([self._whole], seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress, blocks: Blocks) -> bool:
         """Whether every rank has room for a copy of its ``blocks``; then it is on its way, or that has failed."""
@@ -135,33 +134,17 @@ class Saving:
         except OSError as error:
             self._forgive(run, error)
             return True
-        self._own_part_is_done.clear()
-        self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
-        # A daemon: a process that has to end does not wait for a disk.
-        thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        thread.start()
-        self._thread = thread
+        values = {"progress": asdict(progress), **state.values()}
+        self._own_part = in_background(lambda: json.dumps(checkpoint.write_blocks(self._partial, copies, rank)))
+        self._whole = in_background(lambda: self._complete(values, rank))
         return True
 
-    def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:
-        """The thread."""
-        written = ""  # of a rank that failed
-        try:
-            written = json.dumps(checkpoint.write_blocks(self._partial, blocks, rank))
-        except Exception as error:  # the run has to hear of it in any case
-            self._error = error
-        blocks.clear()
-        self._own_part_is_done.set()
-        try:
-            everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
-            if rank == 0 and all(everyones):
-                checkpoint.complete(self._partial, self._final, values, list(map(json.loads, everyones)))
-        except Exception as error:
-            self._error = self._error or error
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _complete(self, values: Mapping[str, object], rank: int) -> None:
+        """Completes the checkpoint on rank 0, if all ranks have written their parts."""
+        written = "" if self._own_part.exception() else self._own_part.result()
+        everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
+        if rank == 0 and all(everyones):
+            checkpoint.complete(self._partial, self._final, values, list(map(json.loads, everyones)))
 
     def _forgive(self, run: Run, error: OSError) -> None:
         self._last_failed, refusal = True, checkpoint.refusal(self._final, error)

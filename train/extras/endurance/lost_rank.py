@@ -78,19 +78,24 @@ class Store:
         return _answer(lambda: self._store.get(key).decode() if self._store.check([key]) else "", STORE_SECONDS)
 
 
-def _answer(question: Callable[[], T], seconds: float) -> T:
-    """What ``question`` gives in time; otherwise a thread that waits for it is left behind."""
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """What ``work`` gives or raises, on a thread of its own, for which a process that has to end does not wait."""
     future: Future[T] = Future()
 
-    def ask() -> None:
+    def fulfil() -> None:
         try:
-            future.set_result(question())
+            future.set_result(work())
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error.with_traceback(None))  # whose frames may hold a copy of the state
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=fulfil, daemon=True).start()
+    return future
+
+
+def _answer(question: Callable[[], T], seconds: float) -> T:
+    """What ``question`` gives in time; otherwise a thread that waits for it is left behind."""
     try:
-        return future.result(seconds)
+        return in_background(question).result(seconds)
     except TimeoutError:
         raise DistNetworkError(f"timed out waiting for the store, {seconds:.0f} s") from None
 
