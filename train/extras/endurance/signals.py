@@ -118,15 +118,11 @@ def _start(loader: Any) -> Any:
 
 
 def _obey_parent(parent: int, worker: int) -> None:
-    """Ends this forked process if ``parent`` itself sends SIGTERM, as Python does to a process that lingers.
-
-    Also when the parent is gone: torch looks up the parent too late, when a killed run may have left an orphan.
-    """
+    """Ends this forked process if ``parent`` itself sends SIGTERM, as Python does to a process that lingers."""
 
     def listen() -> None:
-        while os.getppid() == parent:
-            if (heard := signal.sigtimedwait({signal.SIGTERM}, 5.0)) and heard.si_pid == parent:
-                break
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
