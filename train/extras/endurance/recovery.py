@@ -22,7 +22,7 @@ from train.step import Engine, MicroBatches, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
 Say: TypeAlias = Callable[[str], object]
-FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure]]
+FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure | None]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Recovering(Engine):
             handler = engine.accelerator.init_handler
             self._group = dist.new_group(backend="gloo", timeout=handler.timeout if handler is not None else None)
         self._network: Any = None  # of the last step
-        self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
         self._totals: list[int] | None = None  # of the step that is being made
 
@@ -78,6 +77,7 @@ class Recovering(Engine):
         network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         if network is not self._network:  # looked through once: short steps would notice
             self._network, self._shared = network, [p for p in network.parameters() if p.requires_grad]
+            self._measures = list(filter(None, self._find_measures(network)))
             # Of the buffers that a checkpoint holds, such as BatchNorm's averages; others are constants.
             named = ((m, n, b) for m in network.modules() for n, b in m._buffers.items() if b is not None)
             self._owners: list[Any] = [(m, n) for m, n, _ in named if n not in m._non_persistent_buffers_set]
@@ -164,8 +164,6 @@ class Recovering(Engine):
 
     def _apply_next_measure(self, fault: Fault | None) -> None:
         """By all ranks together, after a vote that failed; ``fault`` is this rank's, if it had one."""
-        if self._measures is None:
-            self._measures = list(filter(None, self._find_measures(self._network)))
         while self._measures:
             description, apply = self._measures.pop(0)
             if self._any([apply()])[0]:
