@@ -223,11 +223,11 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
 
     if (found := outputs.from_main(choose)) is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
-    kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps", "rollbacks")}
-    restored = run.extras.pipe("resumed", run, replace(checkpoint.restore(found[0], state), **kept))
+    kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps")}
+    before = replace(checkpoint.restore(found[0], state), **kept, rollbacks=lost.rollbacks + 1)
+    restored = run.extras.pipe("resumed", run, before)
     outputs.sync_log()  # else a row that the disk has refused would follow those of the steps that are made again
     outputs.keep_log(restored)
-    restored = replace(restored, rollbacks=lost.rollbacks + 1)
     values = {"from_step": lost.step, "rollbacks": restored.rollbacks, "examples": found[1], "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}; the data after it is skipped.")
