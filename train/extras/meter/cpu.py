@@ -94,8 +94,7 @@ class CpuMeter(MemoryMeter):
         if not completed:  # the next step of this extent is followed again
             return
         followed = self._followed[self._is_step]
-        before = followed.get(self._extent, measured)
-        followed[self._extent] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
+        followed[self._extent] = measured.merged(followed.get(self._extent, measured))
         if self._is_step:
             tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
             self.leaks.see(self.shapes)
