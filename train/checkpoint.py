@@ -141,19 +141,21 @@ def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> 
         written = together(lambda: write_blocks(partial, state.blocks(rank), rank))
         values = {"progress": asdict(progress), **state.values()}  # of all ranks: some of them may need each other
         together(lambda: complete(partial, final, values, written), rank == 0)
-    except (OSError, UserError) as error:
+    except OSError as error:
+        raise refusal(final, error) from None
+    finally:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise (refusal(final, error) if isinstance(error, OSError) else error) from None
+            shutil.rmtree(partial, ignore_errors=True)  # there only if something failed
 
 
 def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
     """The results of ``action`` on all ranks; an OSError or UserError of one is raised on all, so that none waits."""
     try:
         outcome = action() if acts else None
-    except Exception as error:  # of safetensors, for one
-        other = OSError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-        outcome = error if isinstance(error, OSError | UserError) else other
+    except (OSError, UserError) as error:
+        outcome = error
+    except (RuntimeError, MemoryError) as error:  # of torch; all others are bugs, and this rank shows their traceback
+        outcome = OSError(f"{type(error).__name__}: {error}")
     for failed in (outcomes := exchange(outcome)):
         if isinstance(failed, OSError | UserError):
             raise failed
@@ -231,6 +233,8 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
     """The pieces of a file of ``tensors`` as safetensors lays it out, one tensor at a time in host memory."""
     header, end = {}, 0
     for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise UserError(f"{name} is {tensor.dtype}, which checkpoints cannot hold: use persistent=False.")
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tuple(tensor.shape)}
         header[name]["data_offsets"] = [end, end := end + tensor.nbytes]
     text = json.dumps(header).encode()
