@@ -860,7 +860,7 @@ def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
     assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
     saved(x=[{"text": "v"}])["x"].save_to_disk(tmp_path / "v")
     assert load(tmp_path / "s", validation_dataset=str(tmp_path / "v")).splits["validation"].num_rows == 1
-    assert "s is also training data" in message(tmp_path / "s", validation_dataset=str(tmp_path / "s"))
+    assert "would be trained on" in message(tmp_path / "s", validation_dataset=str(tmp_path / "s"))
     assert "no column 'body'; the columns are text" in message(tmp_path / "s", text_column="body")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -50,7 +51,7 @@ class Source(Options):
     labelled: bool = False
     notes: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
-    suffixes: set[str] = field(default_factory=set)  # of the files that were read
+    files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # that were read, by split
 
 
 def _is_function(config: Config) -> bool:

@@ -1,6 +1,7 @@
 """Where text comes from: functions, local files, datasets of 🤗 Datasets, the standard library's own text."""
 
 import difflib
+import itertools
 import json
 import os
 import platform
@@ -8,7 +9,6 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ def load_corpus(data: Source, config: Config | None = None) -> Corpus:
         if not Path(data.validation_dataset).exists():
             raise UserError(f"--validation_dataset {data.validation_dataset}: no such file or folder.")
         splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
-        train, held = ({f["filename"] for f in splits[name].cache_files} for name in ("train", "validation"))
-        if not train.isdisjoint(held):  # of saved datasets; a file is found before
-            raise UserError(f"--validation_dataset {data.validation_dataset} is also training data. Give another.")
+        train, held = ({*map(os.path.realpath, data.files[split])} for split in ("train", "validation"))
+        if both := train & held:
+            also = f"{min(both)} would be trained on, too"
+            raise UserError(f"--validation_dataset {data.validation_dataset}: {also}. Give other documents.")
+    suffixes = {Path(file).suffix.lower() for files in data.files.values() for file in files}
     uses = {  # a recipe may be used with data of another kind
-        "sample_by": ("text files", not data.suffixes.isdisjoint(TEXT_SUFFIXES)),
-        "quoting": ("CSV and TSV files", not data.suffixes.isdisjoint((".csv", ".tsv"))),
+        "sample_by": ("text files", not suffixes.isdisjoint(TEXT_SUFFIXES)),
+        "quoting": ("CSV and TSV files", not suffixes.isdisjoint((".csv", ".tsv"))),
         "label_column": ("tasks with labels", data.labelled),
         "dataset_options": ("functions", config is not None),
     }
@@ -99,34 +101,27 @@ def _returned(config: Config, data: Source) -> dict[str, Dataset]:
 
 
 def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
-    """The splits of a file or folder, or the documents to validate on: those of files named so, else all.
+    """The splits of a file or folder, or the documents to validate on: those of files named so, else all."""
+    if is_saved(path):
+        return tables.load_saved(path, data, only_validation)
+    found = _find(path, data)
+    if only_validation:
+        found = {"validation": found.get("validation") or list(itertools.chain(*found.values()))}
+    elif "train" not in found:
+        raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
+    loaded = {}
+    for split, files in found.items():
+        data.files[split].update(files)
+        name = str(path) if len(found) == 1 else f"the {split} split of {path}"
+        loaded[split] = readers.documents(files, data, name)
+    return loaded
+
+
+def _find(path: Path, data: Source) -> dict[str, list[str]]:
+    """A single file, or the files of each split that a folder's names tell.
 
     Files that name no split are for training if none is named train.
     """
-    if is_saved(path):
-        return tables.load_saved(path, data, only_validation)
-    found: dict[Any, list[str]] = {"validation": _to_validate_on(path, data)} if only_validation else _find(path, data)
-    if "train" not in found and not only_validation:
-        if None not in found:
-            raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
-        found["train"] = found.pop(None)
-    held = set[str]()
-    if (other := data.validation_dataset) is not None and not only_validation:
-        with suppress(UserError):  # a saved dataset has other files
-            held = {os.path.realpath(file) for file in _to_validate_on(Path(other), replace(data, notes=[]))}
-    if held and (both := [file for file in found["train"] if os.path.realpath(file) in held]):
-        raise UserError(f"--validation_dataset {other}: {both[0]} would be trained on, too. Give other documents.")
-    names = {split: str(path) if len(found) == 1 else f"the {split} split of {path}" for split in found}
-    return {str(split): readers.documents(files, data, names[split]) for split, files in found.items()}
-
-
-def _to_validate_on(path: Path, data: Source) -> list[str]:
-    found = _find(path, data)
-    return found.get("validation") or [file for files in found.values() for file in files]
-
-
-def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
-    """A single file, or the files of each split that a folder's names tell."""
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
             packed = " Decompress it first." if path.suffix.lower() in (".gz", ".zip", ".zst", ".bz2", ".xz") else ""
@@ -147,9 +142,12 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if is_mixed else ""
         read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
         data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
-    found = {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
-    held = [f"{Path(files[0]).name!r} for {split}" for split, files in found.items() if split and None in found]
-    data.notes.extend([f"{path}: by their names, {', '.join(held)}; all others for training"] * bool(held))
+    found: dict[str, list[str]] = {}
+    for file, split in named.items():
+        found.setdefault(split or "train", []).append(str(file))
+    if None in named.values() and len(found) > 1:
+        held = ", ".join(f"{Path(files[0]).name!r} for {split}" for split, files in found.items() if split != "train")
+        data.notes.append(f"{path}: by their names, {held}; all others for training")
     return found
 
 

@@ -51,7 +51,6 @@ def documents(files: Sequence[str], data: Source, what: str) -> Dataset:
     """
     columns = data.text_column, data.label_column if data.labelled else None
     how = data.sample_by, data.encoding, data.quoting
-    data.suffixes.update(Path(file).suffix.lower() for file in files)
     rows = cached(file_rows, FEATURES, files=tuple(files), columns=columns, how=how)
     is_bad = ~rows.data.column("problem").is_null().to_numpy()
     bad = rows.select_columns(["source", "problem"]).select(np.flatnonzero(is_bad))

@@ -64,6 +64,7 @@ def _documents(splits: Mapping[str, str], tables: Mapping[str, Any], data: Sourc
         try:
             if split not in tables:  # an expression such as train[:10%] is for the Hub
                 raise UserError(f"{name}: no split {split!r}; it has {', '.join(tables)}. Name one of these.")
+            data.files[role].update(file["filename"] for file in tables[split].cache_files)
             loaded[role] = _columns(tables[split], data, f"{name}[{split}]")
         except UserError as error:
             # The test split of many public datasets has no labels; that must not stop a training.
