@@ -4,6 +4,8 @@ Code that comes with a dataset never runs. All functions raise UserError for a d
 or lacks the configuration, split or column; and for a bad row.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,6 @@ import datasets
 import numpy as np
 from datasets import Dataset, config
 from datasets.fingerprint import Hasher
-from pyarrow import compute
 
 from train.checkpoint import digest
 from train.extras.cache import ROWS_AT_ONCE
@@ -108,19 +109,23 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
         if re.fullmatch(pattern, kind) is None:
             raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed} (see docs/data.md).")
     problems: list[str] = []
-    parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
+    parts: Any = table.select_columns(columns).iter(ROWS_AT_ONCE)
     for part in parts:
-        text, label = part["text"], part[columns[-1]]
-        is_empty, lacks_label = compute.equal(compute.utf8_trim_whitespace(text), ""), label.is_null(nan_is_null=True)  # pyright: ignore
-        if data.labelled:
-            blank = compute.equal(compute.utf8_trim_whitespace(label.cast("large_string")), "")  # pyright: ignore
-            lacks_label = compute.or_kleene(lacks_label, blank)  # pyright: ignore
-        found = compute.if_else(lacks_label, "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
-        found = compute.if_else(compute.match_substring(text, "\0"), "a NUL byte in its text", found)  # pyright: ignore
-        problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
+        problems += map(_problem, part["text"], part.get("label", itertools.repeat(0)))
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
     settle(bad, len(table), data, what)
     return table.select(np.flatnonzero(np.array(problems) == "")) if bad else table
+
+
+def _problem(text: str | None, label: Any) -> str:
+    """What is wrong with a row, or nothing."""
+    if text is None:
+        return "no text"
+    if "\0" in text:
+        return "a NUL byte in its text"
+    if label is None or (isinstance(label, float) and math.isnan(label)) or not str(label).strip():
+        return "no label"
+    return "" if text.strip() else EMPTY
 
 
 def _choose(names: Sequence[str], data: Source) -> dict[str, str]:
