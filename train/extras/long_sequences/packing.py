@@ -19,7 +19,7 @@ from train.extras.cache import examples_digest, generated
 from train.extras.long_sequences.attention import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, Run, column
-from train.tasks import pad
+from train.tasks import pad, pad_token_id
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
 
@@ -33,8 +33,7 @@ def packed(run: Run, data: PreparedData) -> PreparedData:
         size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
         made = f"{several(len(data.examples[name]), f'{name} example')} in {size}, {empty:.1%} empty"
         run.outputs.note(f"packing: {made}")
-    pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
-    collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
+    collate = partial(collate_packed, pad_id=pad_token_id(data.tokenizer), collate=data.task.collate)
     return replace(data, examples=splits, loading=replace(data.loading, collate=collate))
 
 
