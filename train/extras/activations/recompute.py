@@ -170,8 +170,7 @@ class OffloadedInputs:
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
-        self.transfers: dict[torch.device, StreamTransfers | None] = {torch.device("cpu"): None}
-        """By device, made when it is first seen; None: its memory is the host's."""
+        self.transfers: dict[torch.device, StreamTransfers] = {}  # of devices that have memory of their own
         self._free: list[Tensor] = []
         self._last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
 
@@ -199,9 +198,9 @@ class OffloadedInputs:
     def _moves(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
-        if tensor.device not in self.transfers:  # Metal's memory is the host's
-            self.transfers[tensor.device] = None if tensor.device.type == "mps" else StreamTransfers(tensor.device)
-        return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
+        if tensor.device not in self.transfers and tensor.device.type not in ("cpu", "mps"):  # Metal's is the host's
+            self.transfers[tensor.device] = StreamTransfers(tensor.device)
+        return tensor.device in self.transfers and not hasattr(tensor, "to_local")  # no DTensor
 
 
 class _Resting:
