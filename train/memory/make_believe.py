@@ -2,7 +2,7 @@
 
 Torch's C++ core asks two tables about CUDA before it lets a fake tensor of that device pass autograd and autocast: the
 registry of device guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++
-functions, that report a card on which nothing ever runs. :func:`join` makes a process group that exchanges nothing, so
+functions, that report a card on which nothing ever runs. :func:`ranks` makes a process group that exchanges nothing, so
 that torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. What is changed here stays:
 it needs a process of its own.
 """
@@ -31,7 +31,6 @@ _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual func
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 4, 6  # in the table of at::AcceleratorHooksInterface, its header included
 
 _kept: list[Any] = []  # memory that C++ points to from now on
-_environment = contextlib.ExitStack()  # undoes the changes of the environment
 
 
 def install(device_type: str, capability: tuple[int, int]) -> None:
@@ -124,8 +123,9 @@ def _check(device: str) -> None:
         raise RuntimeError(f"a trial step gave {found} and a gradient {gradient}")
 
 
-def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
-    """Makes this process rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would.
+@contextlib.contextmanager
+def ranks(world_size: int, device_type: str, offloads: bool) -> Iterator[None]:
+    """Inside it, this process is rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would make it.
 
     If it ``offloads``, its shards stay in host memory between their uses.
     """
@@ -133,21 +133,16 @@ def join(world_size: int, device_type: str, precision: str, offloads: bool) -> N
     from torch.distributed.fsdp._fully_shard import _fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    settings = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": precision, "FSDP_VERSION": "2"}
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    settings |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
     settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    _environment.enter_context(patch.dict(os.environ, settings))
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real
-    _fully_shard._init_default_mesh = lambda: mesh
-
-
-def leave() -> None:
-    """Undoes :func:`join` for the next prediction."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _environment.close()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, settings))
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers of tensors, so they must be real
+        stack.enter_context(patch.object(_fully_shard, "_init_default_mesh", lambda: mesh))
+        yield
 
 
 @contextlib.contextmanager

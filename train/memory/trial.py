@@ -46,10 +46,13 @@ def predict(job: Job) -> Prediction:
         make_believe.install(job.target.device_type, job.target.capability)
         if job.target.device_type == "cuda" and not torch.cuda.is_initialized():
             make_believe.still_streams()
-    run, rates = run_of(job, config), job.target.flops_per_second.items()
+    rates = job.target.flops_per_second.items()
     own = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
     costs = Costs(own, job.target.bytes_per_second)
     with ExitStack() as stack:
+        if job.sharding in SHARDED_WEIGHTS:
+            stack.enter_context(make_believe.ranks(job.world_size, job.target.device_type, job.sharding == OFFLOAD))
+        run = run_of(job, config)
         stack.enter_context(fake_tensors())
         tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
         if job.sharding in SHARDED_WEIGHTS:
@@ -166,11 +169,8 @@ def run_of(job: Job, config: Config) -> Run:
     """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    make_believe.leave()  # those of the prediction before
-    device = torch.device(job.target.device_type)
+    device, shards = torch.device(job.target.device_type), job.sharding in SHARDED_WEIGHTS
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
-    if shards := job.sharding in SHARDED_WEIGHTS:
-        make_believe.join(job.world_size, device.type, precision, offloads=job.sharding == OFFLOAD)
     launch = Launch(job.world_size, engine="fsdp2", precision=precision) if shards else Launch(precision=precision)
     if device.type == "cpu":
         init_gloo(launch)
