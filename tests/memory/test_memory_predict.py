@@ -33,7 +33,6 @@ from train.extras.meter.tracker import (
     tag_held,
 )
 from train.memory.devices import find_device
-from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.memory.question import target_of
 from train.memory.trial import build, run_of
@@ -65,6 +64,11 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
         accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
         **{"length": 128, **fields},
     )
+
+
+def on_host(prediction: Prediction) -> dict[str, int]:
+    """What a step keeps in host memory."""
+    return {kind: size for kind, size in prediction.host_bytes_by_kind.items() if size}
 
 
 class Predictors:
@@ -229,7 +233,7 @@ def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, A
     assert MIN_OFFLOADED_BYTES <= 2 * 512 * 256 * 4  # of one input
     full = predictor.predict(job(shape, H100, **settings))
     rested = predictor.predict(job(shape, H100, gradient_checkpointing_offload=True, **settings))
-    assert rested.offloaded_bytes == (2 if more else 4) * (2 * 512 * 256 * 4)
+    assert on_host(rested) == {"activations": (2 if more else 4) * (2 * 512 * 256 * 4)}
     assert rested.bytes_by_kind[ACTIVATIONS] < full.bytes_by_kind[ACTIVATIONS]
     real = tracked_peak(job(shape, **settings)) - tracked_peak(job(shape, **settings), rest_on_host=True)
     assert full.peak_bytes - rested.peak_bytes == real > 0
@@ -244,7 +248,7 @@ def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictors
             )
             for offload in (False, True)
         )
-        assert (rested.peak_bytes, rested.offloaded_bytes) == (full.peak_bytes, 0)
+        assert (rested.peak_bytes, on_host(rested)) == (full.peak_bytes, {})
 
 
 EIGHT_BIT = {
@@ -273,6 +277,9 @@ def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictors)
         assert offloaded.bytes_by_kind[kind] == beside.bytes_by_kind[kind]
     saved = beside.peak_bytes - offloaded.peak_bytes
     assert saved >= 4 * beside.num_parameters
+    assert on_host(offloaded) == {OPTIMIZER_STATE: 12 * beside.num_parameters}  # fp32 weights and moments
+    fp32 = predictor.predict(job(target=H100, optimizer_offload=True))
+    assert on_host(fp32) == on_host(offloaded) and on_host(beside) == {}
 
 
 @pytest.mark.slow
@@ -446,8 +453,8 @@ def test_shards_on_the_host_are_not_on_the_card(world_size: int, predictor: Pred
     assert on_card[0] >= 3 * shard  # weights and two moments
     assert on_card[1] < 0.35 * on_card[0]  # buffers, and what one layer gathers
     assert here.peak_bytes < there.peak_bytes - 2 * shard
-    assert host_bytes(replace(one, sharding="fsdp2_offload"), here) == pytest.approx(4 * shard, rel=0.001)
-    assert host_bytes(replace(one, sharding="fsdp2"), there) == 0
+    kinds = {PARAMETERS: shard, GRADIENTS: shard, OPTIMIZER_STATE: 2 * shard}
+    assert on_host(here) == pytest.approx(kinds, rel=0.001) and on_host(there) == {}
 
 
 @pytest.mark.parametrize(("dtype", "precision", "size"), [("bfloat16", "no", 2), ("bfloat16", "bf16", 4)])
@@ -457,8 +464,9 @@ def test_shards_on_the_host_are_of_the_type_that_they_have_on_a_card(
     one = job(target=H100, dtype=dtype, mixed_precision=precision)
     there, here = (predictor.predict(replace(one, sharding=s)) for s in ("fsdp2", "fsdp2_offload"))
     assert there.bytes_by_kind[OPTIMIZER_STATE] == pytest.approx(2 * size * there.num_parameters, rel=0.05)
-    on_host = host_bytes(replace(one, sharding="fsdp2_offload"), here)  # weights, gradients and two moments
-    assert on_host == pytest.approx(4 * size * here.num_parameters, rel=0.001)
+    weights = size * here.num_parameters
+    kinds = {PARAMETERS: weights, GRADIENTS: weights, OPTIMIZER_STATE: 2 * weights}
+    assert on_host(here) == pytest.approx(kinds, rel=0.001)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -367,8 +367,9 @@ class NextToACard:
         self.jobs.append(job)
         way, offloads = job.values["gradient_checkpointing"], job.values["gradient_checkpointing_offload"]
         size = 8 if offloads else {"none": 90, "selective": 60, "full": 16}[way]
-        sizes = {"num_parameters": 2**28, "num_trained_parameters": 2**28}
-        return SimpleNamespace(least_reserved_bytes=size * 2**30, offloaded_bytes=offloads * 4 * 2**30, **sizes)
+        state = job.values["optimizer_offload"] * 3 * 2**30
+        on_host = {"activations": offloads * 4 * 2**30, "optimizer state": state}
+        return SimpleNamespace(least_reserved_bytes=size * 2**30, host_bytes_by_kind=on_host)
 
 
 def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ def install(device_type: str, capability: tuple[int, int]) -> None:
 
     Raises CannotStandInError if this build of torch is not laid out as expected.
     """
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        _still_streams()
     if not _kept and torch.get_device_module(device_type).is_available():
         return
     try:
@@ -168,7 +170,7 @@ class _Stream(contextlib.AbstractContextManager[Any]):
     def __exit__(self, *exception: Any) -> None: ...
 
 
-def still_streams() -> None:
+def _still_streams() -> None:
     """CUDA streams that do nothing, in this process, from now on."""
     cuda: Any = torch.cuda
     any_torch: Any = torch

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
-from train.memory.predict import MOMENTS, OFFLOAD, Job, Prediction, Predictor
+from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import Question, Setting, position_limit, replace_length
 from train.records import UserError
 
@@ -54,8 +54,8 @@ class Outcome:
     prediction: Prediction
     needed_bytes: int  # of the device: what the allocator has to reserve, the CUDA context and NCCL's buffers
     fits: bool
-    host_bytes: int = 0  # see :func:`host_bytes`
-    link_seconds: float = 0.0  # of a micro-batch, estimated: copies between host and device that no computation hides
+    host_bytes: int  # for what is offloaded, by a process
+    link_seconds: float  # of a micro-batch, estimated: copies between host and device that no computation hides
 
     @property
     def seconds_per_token(self) -> float:
@@ -69,31 +69,12 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     prediction = predictions.of(job := question.job(setting), setting.techniques)
     needed = prediction.least_reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
-    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds
+    on_host, seconds = prediction.host_bytes_by_kind, prediction.seconds
+    copying = on_host.get("activations", 0) / HOST_LINK_BYTES_PER_SECOND
     link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
-    if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
-        weights, trained = _shard_bytes(job, prediction)
-        link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host_bytes(job, prediction), link)
-
-
-def host_bytes(job: Job, prediction: Prediction) -> int:
-    """Host memory for what is offloaded, by a process: inputs of layers; weights, gradients and optimizer state."""
-    weights, trained = _shard_bytes(job, prediction)
-    moments = MOMENTS.get(job.values["optimizer"], 2)  # an optimizer of a fork: as many as AdamW
-    if job.sharding == OFFLOAD:
-        return prediction.offloaded_bytes + weights + (1 + moments) * trained
-    is_offloaded = job.values.get("optimizer_offload") and job.target.device_type != "cpu"
-    return prediction.offloaded_bytes + (1 + moments) * trained * bool(is_offloaded)  # originals and moments
-
-
-def _shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
-    """Bytes on the host of a rank's shard of all weights, and of those that are trained; of originals in fp32."""
-    ranks, size = job.world_size if job.sharding == OFFLOAD else 1, 4
-    # Mixed precision has accelerate shard fp32 weights; without it shards, gradients and moments are of the own type.
-    if job.sharding == OFFLOAD and job.values["mixed_precision"] in (None, "no") and job.values["dtype"] != "float32":
-        size = 2
-    return size * -(-prediction.num_parameters // ranks), size * -(-prediction.num_trained_parameters // ranks)
+    # Weights come in for forward and for backward, gradients go out.
+    link += (2 * on_host.get("parameters", 0) + on_host.get("gradients", 0)) / HOST_LINK_BYTES_PER_SECOND
+    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, sum(on_host.values()), link)
 
 
 class Plan(NamedTuple):

@@ -22,7 +22,6 @@ PRECISIONS = ("no", "tf32", "fp16", "bf16")
 GUESS = "the task's cut wants a text: plain tokens and labels are assumed, its longest_example() would tell"
 OFFLOAD = "fsdp2_offload"
 SHARDED_WEIGHTS = ("fsdp2", OFFLOAD)  # where a rank keeps only its part of the weights
-MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Prediction:
     flops: float  # of one forward and backward
     seconds: float  # estimated, of one forward and backward
     notes: tuple[str, ...] = ()
-    offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers
+    host_bytes_by_kind: dict[str, int] = field(default_factory=dict)  # what a step on a card keeps in host memory
 
 
 class CannotStandInError(UserError):

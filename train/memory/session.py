@@ -29,7 +29,6 @@ from train.memory import Options, is_known
 from train.memory.devices import find_device, this_device
 from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, divisors, recomputations
-from train.memory.plan import host_bytes
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
 from train.model import build_network
@@ -104,12 +103,12 @@ class MemorySession:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            found = [(job, self._predictor.predict(job)) for job in self._jobs(config.changed(**changes))]
-            on_host = max(host_bytes(*each) for each in found)
+            found = [self._predictor.predict(job) for job in self._jobs(config.changed(**changes))]
+            on_host = max(sum(prediction.host_bytes_by_kind.values()) for prediction in found)
             if self._device.type != "cpu" and on_host > (free := free_host_bytes()):
                 where = f"{gib(on_host)} of host memory, but only {gib(free)} is free"
                 raise UserError(f"{name}: auto: offloading would take {where}.")
-            return max(prediction.least_reserved_bytes for _, prediction in found)
+            return max(prediction.least_reserved_bytes for prediction in found)
 
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available. MPS shares with the host.

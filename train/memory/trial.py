@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from train import extras
 from train.config import Config, from_values
 from train.extras.hardware import init_gloo, resolve_precision
-from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
+from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held, tensors_in
 from train.launch import Launch, accelerator_options, shard_by_layer
 from train.memory import make_believe, uses_expandable_segments
 from train.memory.allocator import least_reserved_bytes, replay
@@ -44,8 +44,6 @@ def predict(job: Job) -> Prediction:
     config, notes = _known(job)
     if job.target.device_type != "cpu":
         make_believe.install(job.target.device_type, job.target.capability)
-        if job.target.device_type == "cuda" and not torch.cuda.is_initialized():
-            make_believe.still_streams()
     rates = job.target.flops_per_second.items()
     own = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in rates if p != "tf32" or config.get("tf32")}
     costs = Costs(own, job.target.bytes_per_second)
@@ -71,8 +69,8 @@ def predict(job: Job) -> Prediction:
         tracker.reset_peak()
         engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, tracker.mark))
         engine.step(model, optimizer, [batch])
-        flops, seconds = costs.flops, costs.seconds  # without the evaluation
-        tracker.mark("idle")
+        flops, seconds = costs.flops, costs.seconds  # without the evaluation, after which FSDP2 keeps weights gathered
+        on_host = _host_bytes_by_kind(tracker, network, optimizer.optimizer)
         if job.eval_batch_size:
             model.eval()
             tracker.mark("evaluation")
@@ -95,7 +93,7 @@ def predict(job: Job) -> Prediction:
             flops=flops,
             seconds=seconds,
             notes=tuple(notes),
-            offloaded_bytes=tracker.offloaded_bytes,
+            host_bytes_by_kind=on_host,
         )
 
 
@@ -106,6 +104,19 @@ def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
         return peak, peak
     reserved = replay(tracker.trace, grows := uses_expandable_segments()).reserved_bytes
     return reserved, least_reserved_bytes(tracker.trace, peak - 1, reserved) if grows else reserved
+
+
+def _host_bytes_by_kind(tracker: FakeTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What a step on a card keeps in host memory; an optimizer's counters are left out."""
+    weights = list(network.parameters())
+    # Some optimizers keep more by parameter than their state: originals of the weights.
+    kept = tensors_in([[*held.values()] for held in vars(optimizer).values() if isinstance(held, dict)])
+    held = {"parameters": weights, "gradients": [p for p in weights if p.requires_grad], "optimizer state": kept}
+    found = {"activations": tracker.offloaded_bytes}
+    for kind, tensors in held.items():
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        found[kind] = sum(t.nbytes for t in local if t.ndim and t.device.type == "cpu" != tracker.device_type)
+    return found
 
 
 def _known(job: Job) -> tuple[Config, list[str]]:
