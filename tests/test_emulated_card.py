@@ -67,7 +67,7 @@ Train = Callable[..., Ran]
 def offload_small_tensors() -> None:
     from train.extras.activations import recompute
 
-    recompute.MIN_OFFLOADED_BYTES = 0
+    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES = 0, 1024
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from support import needs_transformers_5_23
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, OffloadedInputs, enable_checkpointing
+from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, OffloadedInputs, enable_checkpointing
 from train.extras.meter.flops import count_flops
 from train.extras.meter.tracker import (
     ACTIVATIONS,
@@ -110,8 +110,6 @@ class Elsewhere:
             target.copy_(source)
 
     def wait(self, event: None) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
@@ -233,7 +231,7 @@ def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, A
     assert MIN_OFFLOADED_BYTES <= 2 * 512 * 256 * 4  # of one input
     full = predictor.predict(job(shape, H100, **settings))
     rested = predictor.predict(job(shape, H100, gradient_checkpointing_offload=True, **settings))
-    assert on_host(rested) == {"activations": (2 if more else 4) * (2 * 512 * 256 * 4)}
+    assert on_host(rested) == {"activations": (2 if more else 4) * PIECE_BYTES}
     assert rested.bytes_by_kind[ACTIVATIONS] < full.bytes_by_kind[ACTIVATIONS]
     real = tracked_peak(job(shape, **settings)) - tracked_peak(job(shape, **settings), rest_on_host=True)
     assert full.peak_bytes - rested.peak_bytes == real > 0

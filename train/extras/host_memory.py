@@ -81,10 +81,6 @@ class StreamTransfers:
         """Everything queued for computation from now on waits for ``event``."""
         self._module.current_stream(self._device).wait_event(event)
 
-    def finish(self) -> None:
-        """The host waits for all copies: a buffer may be freed."""
-        self._stream.synchronize()
-
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """What each control group around this process leaves; files it has read count as free."""

@@ -26,7 +26,7 @@ from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 
-tiling = module_of("activations", "tiling")
+recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
 aten = torch.ops.aten
 _DECIDED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -99,7 +99,7 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
     """Inside it, what is done piece by piece takes no longer to predict for a longer sequence.
 
     A loss in chunks and a tiled MLP compute the first two pieces and the last, since all between are like the second,
-    which counts for them in the costs. Host memory for the inputs of layers is counted.
+    which counts for them in the costs. An input that goes to host memory is copied in one piece with the bytes of all.
     """
 
     def some(cut: Any, *sizes: int) -> Iterator[slice]:
@@ -120,6 +120,7 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         patched(chunked, "rows_by_chunk", partial(some, getattr(chunked, "rows_by_chunk", None))),
         patched(tiling, "tiles", partial(some, getattr(tiling, "tiles", None))),
         patch.object(host_memory, "page_locked", on_host),
+        patched(recompute, "piece_bytes_for", lambda n: rounded_up(n, recompute.PIECE_BYTES)),
     ):
         yield
 

@@ -62,9 +62,6 @@ class LazyCopies:
                 to.copy_(of)
             self.made += 1
 
-    def finish(self) -> None:
-        self.wait(len(self.begun))
-
     def _is_host(self, tensor: Tensor) -> bool:
         return any(tensor.untyped_storage()._cdata == b.untyped_storage()._cdata for b in self.buffers)
 
@@ -128,7 +125,8 @@ def test_offload_changes_neither_loss_nor_gradients(config: dict[str, Any], mode
         assert loss == expected[0]
         assert_same(found, expected[1])
     layers = -(-built(config).config.num_hidden_layers // every)
-    assert len(transfers.buffers) == len(offload._free) == layers  # of one micro-batch, made once
+    per_input = -(-2 * 100 * 16 * 8 // recompute.PIECE_BYTES)
+    assert len(transfers.buffers) == len(offload._free) == layers * per_input  # of one micro-batch, made once
     assert transfers.log.count("out") == layers * 4
     assert transfers.log.count("in") == (layers - 1) * 4  # the last one is still there
 
@@ -319,16 +317,6 @@ def test_shorter_and_longer_batches_share_the_memory() -> None:
         expected = step(built(DEEP).double(), length=length)[1]
         assert_same(step(model, length=length)[1], expected)
     assert len(transfers.buffers) == len(offload._free) == most
-
-
-def test_memory_that_is_too_small_for_a_longer_batch_is_given_up() -> None:
-    model, transfers = built(DEEP).double(), LazyCopies()
-    offload = offloaded(model, transfers)
-    for length in (7, 64, 100, 99):
-        expected = step(built(DEEP).double(), length=length)[1]
-        assert_same(step(model, length=length)[1], expected)
-    assert [buffer.nbytes for buffer in offload._free] == [2 * 100 * 16 * 8] * len(offload._free)
-    assert len(offload._free) == 4 and len(transfers.buffers) == 3 * 4
 
 
 def test_on_a_cpu_there_is_nothing_to_do() -> None:

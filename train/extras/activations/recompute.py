@@ -27,6 +27,8 @@ from train.records import UserError, one_line
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
 # One of a long sequence that is larger comes back when it is needed: its layer computes many times longer.
 MAX_AHEAD_BYTES, LONG_TOKENS = 2**29, 65536
+# Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
+PIECE_BYTES = 8 * 2**20
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
@@ -203,6 +205,11 @@ class OffloadedInputs:
         return tensor.device in self.transfers and not hasattr(tensor, "to_local")  # no DTensor
 
 
+def piece_bytes_for(num_bytes: int) -> int:
+    """Bytes of a piece of pinned memory, some of which a tensor of ``num_bytes`` takes."""
+    return PIECE_BYTES
+
+
 class _Resting:
     """A tensor that autograd saved, on its way to the host, on the host, or on its way back.
 
@@ -211,22 +218,20 @@ class _Resting:
 
     def __init__(self, tensor: Tensor, inputs: OffloadedInputs) -> None:
         self._on_device: Tensor | None = None
-        self._buffer: Tensor | None = None
         self._transfers: Any = inputs.transfers[tensor.device]
-        self._free, self._before, self._device = inputs._free, inputs._last, tensor.device
+        self._free, self._before = inputs._free, inputs._last
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._pieces: list[Tensor] = []
         whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
-        while self._free and self._free[-1].nbytes < whole.nbytes:  # that of a shorter sequence
-            self._transfers.finish()
-            self._free.pop()
-        self._buffer = buffer = self._free.pop() if self._free else self._transfers.host_buffer(whole.nbytes)
-        self._on_host = buffer[: whole.nbytes].view(whole.dtype).view(whole.shape)
-        self._event = self._transfers.copy([(self._on_host, whole)])
+        piece_bytes = piece_bytes_for(whole.nbytes)
+        while piece_bytes * len(self._pieces) < whole.nbytes:
+            self._pieces.append(self._free.pop() if self._free else self._transfers.host_buffer(piece_bytes))
+        self._event = self._transfers.copy([(piece, part) for part, piece in self._parts(whole)])
         self._on_device = whole
 
     def __del__(self) -> None:
         self.leave()
-        if self._buffer is not None:
-            self._free.append(self._buffer)  # what is copied into it next is queued after what is still copied out
+        self._free += self._pieces  # what is copied into them next is queued after what is still copied out of them
 
     def leave(self) -> None:
         """Releases the tensor on the device."""
@@ -237,8 +242,8 @@ class _Resting:
     def fetch(self) -> Tensor:
         """The tensor on the device; starts copying it back if it is not there."""
         if self._on_device is None:
-            whole = torch.empty_like(self._on_host, device=self._device)
-            self._event = self._transfers.copy([(whole, self._on_host)])
+            whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._event = self._transfers.copy(self._parts(whole))
             self._on_device = whole
         return self._on_device
 
@@ -250,3 +255,9 @@ class _Resting:
         if (before := self._before()) is not None and not is_late:
             before.fetch()
         return whole
+
+    def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
+        places = [piece.view(self._dtype) for piece in self._pieces]
+        parts = whole.view(-1).split(len(places[0])) if places else ()
+        return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]
