@@ -535,6 +535,10 @@ def test_documents_to_validate_on_are_not_trained_on(jsonl: Write, tmp_path: Pat
     assert said == f"--validation_dataset {held}: {held} would be trained on, too. Give other documents."
     assert "would be trained on" in message(held, validation_dataset=held)
     assert "would be trained on" in message(folder, validation_dataset=str(folder))
+    # What a folder itself holds out is not validated on where another dataset is given.
+    train = Path(jsonl({"text": "t"}, name="linked/train.jsonl"))
+    (train.parent / "validation.jsonl").symlink_to(train)
+    assert texts(load(train.parent, validation_dataset=jsonl({"text": "v"}, name="other.jsonl"))) == {"t", "v"}
     named = jsonl({"text": "v"}, name="split/validation.jsonl")
     jsonl({"text": "t"}, name="split/train.jsonl")
     for validation in (named, str(tmp_path / "split")):

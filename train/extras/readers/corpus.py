@@ -40,6 +40,7 @@ def load_corpus(data: Source, config: Config | None = None) -> Corpus:
     if data.validation_dataset is not None:
         if not Path(data.validation_dataset).exists():
             raise UserError(f"--validation_dataset {data.validation_dataset}: no such file or folder.")
+        data.files.pop("validation", None)  # of the split that is replaced
         splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
         train, held = ({*map(os.path.realpath, data.files[split])} for split in ("train", "validation"))
         if both := train & held:
