@@ -108,6 +108,8 @@ def _reserved_bytes(tracker: FakeTracker) -> tuple[int, int]:
 
 def _host_bytes_by_kind(tracker: FakeTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """What a step on a card keeps in host memory; an optimizer's counters are left out."""
+    if tracker.device_type == "cpu":
+        return {}
     weights = list(network.parameters())
     # Some optimizers keep more by parameter than their state: originals of the weights.
     kept = tensors_in([[*held.values()] for held in vars(optimizer).values() if isinstance(held, dict)])
@@ -115,7 +117,7 @@ def _host_bytes_by_kind(tracker: FakeTracker, network: nn.Module, optimizer: tor
     found = {"activations": tracker.offloaded_bytes}
     for kind, tensors in held.items():
         local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-        found[kind] = sum(t.nbytes for t in local if t.ndim and t.device.type == "cpu" != tracker.device_type)
+        found[kind] = sum(t.nbytes for t in local if t.ndim and t.device.type == "cpu")
     return found
 
 
