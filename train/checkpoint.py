@@ -149,12 +149,12 @@ def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> 
 
 
 def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
-    """The results of ``action`` on all ranks; an OSError or UserError of one is raised on all, so that none waits."""
+    """The results of ``action`` on all ranks; an error that is not a bug is raised on all ranks, so that none waits."""
     try:
         outcome = action() if acts else None
     except (OSError, UserError) as error:
         outcome = error
-    except (RuntimeError, MemoryError) as error:  # of torch; all others are bugs, and this rank shows their traceback
+    except (RuntimeError, MemoryError) as error:  # of torch; all others are bugs, and end this rank with a traceback
         outcome = OSError(f"{type(error).__name__}: {error}")
     for failed in (outcomes := exchange(outcome)):
         if isinstance(failed, OSError | UserError):

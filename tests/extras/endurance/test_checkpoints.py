@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import threading
+import traceback
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +217,54 @@ def test_one_failure_is_forgiven_and_two_in_a_row_are_not(
     with pytest.raises(UserError, match="step-00000004 could not be written"):
         saving.save(run, state, Progress(step=4), wait=False)
     assert names(outputs) == ["step-00000002"]
+
+
+def test_a_bug_in_a_state_of_ones_own_shows_where_it_is_from_the_background_too(run: Run, state: TrainingState) -> None:
+    class Own(TrainingState):
+        def values(self) -> dict[str, Any]:
+            return {**super().values(), "own": {1, 2}}  # a set, which is no JSON
+
+    saving = Saving(in_background=True)
+    saving.save(run, Own(state.model, state.optimizer, {}), Progress(step=1), wait=False)
+    with pytest.raises(TypeError, match="set is not JSON") as caught:
+        saving.finish(run)
+    assert "complete" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_a_tensor_that_cannot_be_stored_ends_the_run_and_leaves_nothing(
+    run: Run, outputs: Notes, state: TrainingState
+) -> None:
+    state.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    saving = Saving(in_background=True)
+    saving.save(run, state, Progress(step=1), wait=False)
+    with pytest.raises(UserError, match=r"^phases is torch\.complex128"):
+        saving.finish(run)
+    assert names(outputs) == [] == outputs.notes
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_copy_of_the_state_is_freed_whether_or_not_it_could_be_written(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """A disk that is full fails twice, in writing and in closing; the first error has the frames of the second."""
+    copies, copied, opened = list[Any](), checkpoints.copied, Path.open
+
+    def watched(*arguments: Any) -> Any:
+        copies.append(weakref.ref((made := copied(*arguments))["model"]["weight"].tensor))
+        return made
+
+    def on_full_disk(path: Path, *arguments: Any, **options: Any) -> Any:
+        return opened(Path("/dev/full") if path.suffix == ".safetensors" else path, *arguments, **options)
+
+    monkeypatch.setattr(checkpoints, "copied", watched)
+    if is_full:
+        monkeypatch.setattr(Path, "open", on_full_disk)
+    saving = Saving(in_background=True)
+    saving.save(run, state, Progress(step=1), wait=False)
+    saving.finish(run)
+    assert len(outputs.notes) == is_full
+    gc.collect()
+    assert [copy() for copy in copies] == [None]
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -38,8 +38,8 @@ class Saving:
 
     def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] | None = None) -> None:
         self._in_background, self._gather = in_background, gather or (lambda _, text: [text])
-        self._own_part: Future[str] = Future()  # what this rank has written, as JSON
-        self._whole: Future[None] | None = None  # the checkpoint that is on its way
+        # Of the checkpoint that is being written: what this rank has written of it, as JSON; and when it is complete.
+        self._on_its_way: tuple[Future[str], Future[None]] | None = None
         self._last_failed, self._written = False, None
         self._buffer = torch.empty(0)  # for copies from a card: page-locked, and used again
         self.replicas: nn.Module | None = None  # a model that every rank holds as a whole
@@ -50,8 +50,8 @@ class Saving:
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
 
-        A failure in the background is noted at the next line of the log. Two in a row, or one that nobody would try
-        again, raise UserError.
+        A failure in the background is noted at the next line of the log. Two in a row, one that nobody would try
+        again, or a tensor of a type that cannot be stored raise UserError.
         """
         started = time.perf_counter()
         self.refuse_drift(progress.step, is_saved=True)
@@ -71,7 +71,7 @@ class Saving:
     def look(self, run: Run, step: int) -> None:
         """Finishes what is written by now: a failure is noted while there is time to make room."""
         self.refuse_drift(step, is_saved=False)
-        if self._whole is not None and all(exchange(self._whole.done())):
+        if self._on_its_way is not None and all(exchange(self._on_its_way[1].done())):
             self.finish(run)
 
     def refuse_drift(self, step: int, is_saved: bool) -> None:
@@ -90,16 +90,18 @@ class Saving:
 
     def finish(self, run: Run) -> None:
         """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
-        whole, self._whole = self._whole, None
-        if whole is None:
+        if self._on_its_way is None:
             return
+        (own_part, whole), self._on_its_way = self._on_its_way, None  # an error in them would keep the copy
         try:
             # A rank that is lost breaks this, as it does every collective; the whole is not waited for.
-            checkpoint.together(lambda: bool(self._own_part.result()))
+            checkpoint.together(lambda: bool(own_part.result()))
             checkpoint.together(whole.result)
-        except OSError as error:
+        except (OSError, UserError) as error:
             if run.accelerator.process_index == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
+            if isinstance(error, UserError):  # the next one would fail, too
+                raise
             self._forgive(run, error)
         else:
             self._last_failed, self._written = False, self._progress
@@ -107,8 +109,8 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives a checkpoint that is on its way time to be completed, without asking other ranks."""
-        if self._whole is not None:
-            wait([self._whole], seconds)
+        if self._on_its_way is not None:
+            wait([self._on_its_way[1]], seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress, blocks: Blocks) -> bool:
         """Whether every rank has room for a copy of its ``blocks``; then it is on its way, or that has failed."""
@@ -134,13 +136,13 @@ class Saving:
             self._forgive(run, error)
             return True
         values = {"progress": asdict(progress), **state.values()}
-        self._own_part = in_background(lambda: json.dumps(checkpoint.write_blocks(self._partial, copies, rank)))
-        self._whole = in_background(lambda: self._complete(values, rank))
+        own_part = in_background(lambda: json.dumps(checkpoint.write_blocks(self._partial, copies, rank)))
+        self._on_its_way = own_part, in_background(lambda: self._complete(own_part, values, rank))
         return True
 
-    def _complete(self, values: Mapping[str, object], rank: int) -> None:
+    def _complete(self, own_part: Future[str], values: Mapping[str, object], rank: int) -> None:
         """Completes the checkpoint on rank 0, if all ranks have written their parts."""
-        written = "" if self._own_part.exception() else self._own_part.result()
+        written = "" if own_part.exception() else own_part.result()
         everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
         if rank == 0 and all(everyones):
             checkpoint.complete(self._partial, self._final, values, list(map(json.loads, everyones)))

@@ -86,7 +86,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
         try:
             future.set_result(work())
         except Exception as error:
-            future.set_exception(error.with_traceback(None))  # whose frames may hold a copy of the state
+            future.set_exception(error)
 
     threading.Thread(target=fulfil, daemon=True).start()
     return future

@@ -56,7 +56,7 @@ class Recovering(Engine):
 
     With several processes each rank computes its gradients without any collective. At the end of the last backward
     all ranks agree on whether every one has them, and only then are they averaged: a rank that fails alone keeps none
-    of the others waiting for ever. ``find_measures`` is asked once, for the prepared model.
+    of the others waiting for ever. ``find_measures`` is asked at the first step.
     """
 
     def __init__(self, engine: Engine, say: Say, find_measures: FindMeasures = lambda _: ()) -> None:
