@@ -270,6 +270,8 @@ def packing(task: str, model: ModelWithLoss, build: Callable[..., ModelWithLoss]
     """Two packed documents against both one by one."""
     from functools import partial
 
+    from datasets import Dataset
+
     from train.config import from_values
     from train.extras.long_sequences.packing import collate_packed, joined
     from train.tasks import load_task
@@ -281,10 +283,10 @@ def packing(task: str, model: ModelWithLoss, build: Callable[..., ModelWithLoss]
     members = []
     for number, length in enumerate((5, 7)):
         tokens = example(number, length + (task == "causal_lm")).tolist()
-        row = {"id": number, "tokens": tokens, "length": length, "special": [False] * len(tokens)}
+        row = {"tokens": tokens, "length": length, "special": [False] * len(tokens)}
         members.append({**row, "vocab_size": VOCABULARY, "mask_id": 3})
-    rows = [{**joined({name: [member[name] for member in members] for name in members[0]}), "id": 0}]
-    packed = partial(collate_packed, pad_id=0, collate=own.collate)(rows, (0, 0))
+    row = joined(Dataset.from_list(members), [[0, 1]]).to_pylist()[0]
+    packed = partial(collate_packed, pad_id=0, collate=own.collate)([{**row, "id": 0}], (0, 0))
     together = loss_of(changed, packed)
     alone = loss_of(model, batch_of(task, [5])) + loss_of(model, batch_of(task, [7], first=1))
     return "equal" if equal(together, alone) else f"DIFFERS: {together:.5f} instead of {alone:.5f}"

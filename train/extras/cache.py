@@ -31,20 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 def generated(generator: Callable[..., Iterator[Any]], features: Features, made_of: Any, **key: Any) -> Dataset:
-    """The rows of ``generator(**key)``, :func:`intact` from the cache; equal ``made_of``, equal rows."""
-    fingerprint = Hasher.hash([generator.__qualname__, made_of])
+    """The rows of ``generator(**key)``, :func:`stored`; equal ``made_of``, equal rows."""
+
+    def write(writer: ArrowWriter) -> None:
+        size = 0  # of rows that wait; each batch of rows costs whoever opens the file a kilobyte or more
+        for row in tqdm(generator(**key), desc="Reading", unit=" rows"):
+            writer.write(row)
+            size += row.get("length", 0) + sum(len(v) for v in row.values() if hasattr(v, "__len__"))
+            if size > BYTES_AT_ONCE:
+                size = writer.write_examples_on_file() or 0
+
+    return stored(write, features, [generator.__qualname__, made_of])
+
+
+def stored(write: Callable[[ArrowWriter], object], features: Features, made_of: Any) -> Dataset:
+    """The rows that ``write`` gives to a writer, :func:`intact` from the cache; equal ``made_of``, equal rows."""
+    fingerprint = Hasher.hash(made_of)
     cache = Path(config.HF_DATASETS_CACHE, f"rows-{fingerprint}")
     path = f"{cache}.arrow"
 
     def make() -> Dataset:
         if not Path(path).exists():
-            size = 0  # of rows that wait; each batch of rows costs whoever opens the file a kilobyte or more
             with ArrowWriter(features=features, path=path, writer_batch_size=1000) as writer:
-                for row in tqdm(generator(**key), desc="Reading", unit=" rows"):
-                    writer.write(row)
-                    size += row.get("length", 0) + sum(len(v) for v in row.values() if hasattr(v, "__len__"))
-                    if size > BYTES_AT_ONCE:
-                        size = writer.write_examples_on_file() or 0
+                write(writer)
                 writer.finalize()
         found = Dataset.from_file(path)
         found._fingerprint = fingerprint

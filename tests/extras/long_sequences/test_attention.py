@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -80,12 +82,14 @@ def collate(members: Any, seed: Any, pad_id: int) -> MicroBatch:
 def batches(rows: list[list[int]]) -> tuple[MicroBatch, MicroBatch]:
     """The same documents packed and padded."""
     generator = torch.Generator().manual_seed(1)
+    count = itertools.count()
+    numbers = [[next(count) for _ in row] for row in rows]
     members = [
-        [{"tokens": torch.randint(3, 97, (n,), generator=generator), "length": n, "id": 0} for n in row] for row in rows
+        {"tokens": torch.randint(3, 97, (n,), generator=generator).tolist(), "length": n} for row in rows for n in row
     ]
-    columns = [{name: [member[name] for member in row] for name in row[0]} for row in members]
-    packed = collate_packed([{**joined(row), "id": i} for i, row in enumerate(columns)], (0,), 0, collate)
-    return packed, collate([member for row in members for member in row], (0,), 0)
+    table = joined(Dataset.from_list(members), numbers).to_pylist()
+    packed = collate_packed([{**row, "id": i} for i, row in enumerate(table)], (0,), 0, collate)
+    return packed, collate(members, (0,), 0)
 
 
 def loss_and_gradients(model: Any, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,21 +5,23 @@ becomes one sequence only in a batch, which says where each begins (:class:`.att
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
+from datasets.arrow_writer import ArrowWriter
 
 from train.data import PreparedData
-from train.extras.cache import examples_digest, generated
+from train.extras.cache import examples_digest, stored
 from train.extras.long_sequences.attention import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, Run, column
-from train.tasks import pad, pad_token_id
+from train.tasks import BYTES_AT_ONCE, pad, pad_token_id
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
 
@@ -61,31 +63,36 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     return rows
 
 
-def joined(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """A row of the examples in ``columns``, one of them the ``id`` that each has in what was packed."""
-    row = {name: sum(values) if name in SUMMED else list(values) for name, values in columns.items()}
-    row["member_ids"] = row.pop("id")
-    return row
-
-
 def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What :func:`joined` made a row of, without the sums."""
+    """The examples that :func:`pack_split` made a row of, without the sums."""
     columns = {name: values for name, values in row.items() if name not in (*SUMMED, "id")}
     columns["id"] = columns.pop("member_ids")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
-    layout = 3  # change it when rows look different, so that rows cached before are not reused
+    """``examples`` in rows of ``room`` tokens, each with the values of its ``member_ids`` in lists; kept on disk."""
+    layout = 4  # change it when rows look different, so that rows cached before are not reused
     features = {n: kind if n in SUMMED else datasets.Sequence(kind) for n, kind in examples.features.items()}
     columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})
-    return generated(_rows, columns, (examples_digest(examples), room, layout), examples=examples, room=room)
+
+    def write(writer: ArrowWriter) -> None:
+        rows, at_once = best_fit(column(examples, "length"), room), max(1, BYTES_AT_ONCE // room)
+        for start in range(0, len(rows), at_once):
+            writer.write_table(joined(examples, rows[start : start + at_once]))
+
+    return stored(write, columns, ["packed", examples_digest(examples), room, layout])
 
 
-def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
-    numpy = examples.with_format("numpy")
-    for numbers in best_fit(column(examples, "length"), room):
-        yield joined({**numpy[numbers], "id": numbers})
+def joined(examples: datasets.Dataset, rows: Sequence[Sequence[int]]) -> pa.Table:
+    """A table of one row for each of ``rows``, which are the numbers of its members."""
+    numbers, ends = np.concatenate(rows), np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    found: Any = examples.with_format("arrow")[numbers]
+    columns = {name: found[name].combine_chunks() for name in found.column_names} | {"member_ids": pa.array(numbers)}
+    for name, values in columns.items():
+        is_sum = name in SUMMED
+        columns[name] = np.add.reduceat(values, ends[:-1]) if is_sum else pa.ListArray.from_arrays(ends, values)
+    return pa.table(columns)
 
 
 # From rows to a batch
