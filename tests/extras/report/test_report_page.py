@@ -66,6 +66,7 @@ SUMMARY: dict[str, Any] = {
     "metric_name": "bits_per_byte",
     "metric_value": 3.25,
     "best_step": 30,
+    "global_batch_size": 1,
     "max_grad_norm": 1.0,
     "notes": ["2 records skipped"],
     "hardware": {"cpu": "A CPU", "cpu_cores": 2, "gpus": [], "memory_bytes": 8 * 2**30},
@@ -120,8 +121,8 @@ def html() -> str:
 def test_the_page_says_what_happened(html: str):
     text = " ".join(_Outline(html).text.split())
     assert (
-        "Trained a causal language model of 1.84M parameters for 30 steps on 123k tokens in 1 min 32 s on A CPU. "
-        "Validation loss went from 4.000 to 3.500." in text
+        "Trained a causal language model of 1.84M parameters for 30 steps of 1 example on 123k tokens in 1 min 32 s "
+        "on A CPU. Validation loss went from 4.000 to 3.500." in text
     )
     for said in ("Bits per byte 3.250", "23.5k MFU 38.1%", "3.00 GiB predicted 3.10 GiB", "2 records skipped"):
         assert said in text

@@ -77,7 +77,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
         f"Trained a {task.title or task.name.replace('_', ' ')} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
         shown(summary, "steps", lambda value: f"for {several(value, 'step')}"),
-        shown(summary, "global_batch_size", "of {:,} examples".format),
+        shown(summary, "global_batch_size", lambda value: f"of {several(value, 'example')}"),
         shown(summary, "tokens", lambda value: f"on {count(value)} tokens"),
         shown(summary, "padding_share", "({:.1%} padding)".format),
         shown(summary, "training_seconds", lambda value: f"in {duration(value)}"),
