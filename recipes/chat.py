@@ -25,7 +25,7 @@ from torch import Tensor
 from train.checkpoint import digest
 from train.config import Config
 from train.records import IGNORE, UsageError, UserError, one_line
-from train.tasks import Tokenizer, causal_lm
+from train.tasks import Tokenizer, causal_lm, load_task
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
@@ -47,9 +47,14 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Conversations as JSON, in the column ``text``; without a message it is empty.
 
     A row has ``messages``, each with ``role`` and ``content``; or ``conversations``, each with ``from`` and ``value``;
-    or a ``prompt`` and its ``completion``, as texts or as messages. ``tools`` and a text ``system`` may come with them.
-    Raises UserError for another row, and UsageError for unknown options.
+    or a ``prompt`` and its ``completion``, as texts or as messages; or, as Alpaca, an ``instruction``, perhaps an
+    ``input``, and the ``output``. ``tools`` and a text ``system`` may come with them.
+
+    Raises UserError for another row; UsageError for unknown options, or a task that cannot read conversations.
     """
+    if not hasattr(load_task(config.data.task), "conversation_in"):
+        what = f"task: {config.data.task} cannot read what recipes/chat.py:documents gives"
+        raise UsageError(f"{what}: give --task recipes/chat.py:Task, or one that derives from it.")
     given, known = config.data.dataset_options or {}, [field.name for field in dataclasses.fields(Options)]
     if "path" not in given or not all(name in known and isinstance(value, str) for name, value in given.items()):
         raise UsageError(f"dataset_options: recipes/chat.py takes {', '.join(known)}; path is needed.")
@@ -105,17 +110,18 @@ def cache_for(path: Path) -> str:
 def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``messages``, ``tools`` and ``chat_template_kwargs`` of one row; UserError for no messages, or unusual ones.
 
-    Without a prompt or its completion there are no messages. Columns that only other rows of a file have are None.
+    Without a question or its answer there are no messages. Columns that only other rows of a file have are None.
     """
     names = [name for name in ("messages", "conversations") if name in row]
     found = next((row[name] for name in names if row[name] is not None), [] if names else None)
     if {"prompt", "completion"} <= row.keys() and not found:
-        found, parts = [], (("user", row["prompt"]), ("assistant", row["completion"]))
-        for role, part in parts if row["prompt"] and row["completion"] else ():
-            found += part if isinstance(part, list) else [{"role": role, "content": part}]
+        found = _pair(row["prompt"], row["completion"])
+    if {"instruction", "output"} <= row.keys() and not found:
+        text, more = row["instruction"], row.get("input")
+        found = _pair(f"{text}\n\n{more}" if text and more else text, row["output"])
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
-        columns = ", ".join(row)
-        raise UserError(f"{where}: no messages, conversations, or prompt and completion; the columns are {columns}.")
+        what = "no messages, conversations, prompt and completion, or instruction and output"
+        raise UserError(f"{where}: {what}; the columns are {', '.join(row)}.")
     messages = [_message(message, where) for message in found]
     if isinstance(row.get("system"), str) and row["system"].strip():
         if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
@@ -132,6 +138,18 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(others["chat_template_kwargs"] or {}, Mapping):
         raise UserError(f"{where}: its chat_template_kwargs are not names with values.")
     return {"messages": messages, **others}
+
+
+def _pair(question: Any, answer: Any) -> list[Any]:
+    """A question and its answer, each a text or messages, as messages; of the question none is trained on."""
+    if not question or not answer:
+        return []
+    if isinstance(question, list):
+        is_said = [isinstance(message, Mapping) and message.get("role") == "assistant" for message in question]
+        asked = [{**m, "weight": 0} if said else m for m, said in zip(question, is_said, strict=True)]
+    else:
+        asked = [{"role": "user", "content": question}]
+    return [*asked, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 
 def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -152,9 +170,9 @@ def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
 class Task(causal_lm.Task):
     """A document is a conversation as JSON; one that is longer than ``max_length`` loses its end.
 
-    Targets are the assistant's messages, as the template writes them after the prompt for an answer: with the mark for
-    their end. A message with ``weight: 0`` or ``train: false`` is not a target, nor is one that says and calls nothing,
-    nor one that begins the conversation.
+    Targets are the assistant's messages, as the template writes them after the prompt for an answer: with what it puts
+    after them, such as the mark for their end. A message of a ``prompt`` is not a target, nor is one with ``weight: 0``
+    or ``train: false``, one that says and calls nothing, or one that begins the conversation.
     """
 
     title = "chat"
@@ -165,12 +183,20 @@ class Task(causal_lm.Task):
         """No ids yet: :meth:`cut` makes them, from the text that the template writes."""
         return ([] for _ in texts)
 
+    def conversation_in(self, text: str) -> dict[str, Any]:
+        """What :func:`documents` has written as ``text``; UserError for what something else has."""
+        with suppress(ValueError):
+            if isinstance(found := json.loads(text), dict) and "messages" in found:
+                return found
+        what = f"a text that is not a conversation as JSON, {text[:60]!r}"
+        raise UserError(f"{what}: give --dataset recipes/chat.py:documents, and your file as its path.")
+
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """The conversation as one example; as several where the template rewrites earlier answers.
 
         Qwen3's drops the thoughts of earlier answers, also empty ones: each answer has an example of its own.
         """
-        found, written, spans = json.loads(text), "", list[tuple[int, int]]()
+        found, written, spans = self.conversation_in(text), "", list[tuple[int, int]]()
         messages = found["messages"]
         others = {"tools": found.get("tools") or None, **(found.get("chat_template_kwargs") or {})}
         for number, message in enumerate(messages):

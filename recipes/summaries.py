@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ def options_of(config: Config) -> Options:
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
-    """Documents and their summaries as JSON, in the column ``text``; raises UserError for data without them."""
+    """Documents and their summaries as JSON, in the column ``text``; raises UserError for data without them.
+
+    Raises UsageError for unknown options, or a task that cannot read them.
+    """
+    if not hasattr(tasks.load_task(config.data.task), "parts_of"):
+        what = f"task: {config.data.task} cannot read what recipes/summaries.py:documents gives"
+        raise UsageError(f"{what}: give --task recipes/summaries.py:Task, or one that derives from it.")
     options = options_of(config)
     wanted = {"train": options.split, "validation": options.validation_split}
     return {name: _load(options, split) for name, split in wanted.items() if split}
@@ -120,9 +127,17 @@ class Task(tasks.Task):
         """No ids yet: :meth:`cut` makes them, of both parts."""
         return ([] for _ in texts)
 
+    def parts_of(self, text: str) -> dict[str, str]:
+        """What :func:`documents` has written as ``text``; UserError for what something else has."""
+        with suppress(ValueError):
+            if isinstance(found := json.loads(text), dict) and {"document", "summary"} <= found.keys():
+                return found
+        what = f"a text that is not a document and its summary as JSON, {text[:60]!r}"
+        raise UserError(f"{what}: give --dataset recipes/summaries.py:documents, and your file as its path.")
+
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """The beginning of the document, and the summary."""
-        parts, most = json.loads(text), min(options_of(self.config).max_summary_length, self.data.max_length // 2)
+        parts, most = self.parts_of(text), min(options_of(self.config).max_summary_length, self.data.max_length // 2)
         document, summary = (tokenizer.encode(parts[k], add_special_tokens=False) for k in ("document", "summary"))
         marks = len(self.framed([], tokenizer))
         written = self.framed(summary[: most - marks], tokenizer)

@@ -8,6 +8,8 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
+from support import ROOT
 
 from train.config import Config, dump, fields, from_values, parse, read_recipe, to_values
 from train.main import main
@@ -124,8 +126,37 @@ def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str)
 
 
 def test_what_is_like_no_flag_leads_to_none(base: Path) -> None:
-    with pytest.raises(UsageError, match=r"unknown flag --deepspeed\. .*--help lists all"):
-        parse(["--config", str(base), "--deepspeed", "ds.json"])
+    with pytest.raises(UsageError, match=r"unknown flag --disable_tqdm\. .*--help lists all"):
+        parse(["--config", str(base), "--disable_tqdm"])
+
+
+def test_all_unknown_flags_are_told_at_once(base: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(["--config", str(base), "--bf16", "--fsdp", "full_shard auto_wrap", "--save_steps", "10", "--seed", "7"])
+    assert str(refused.value) == (
+        "unknown flag --bf16. Did you mean --mixed_precision bf16? unknown flag --fsdp. It belongs to the launch. Give "
+        "accelerate launch --config_file accelerate_configs/fsdp2.yaml. unknown flag --save_steps. Did you mean "
+        "--save_every_steps?"
+    )
+
+
+def test_every_familiar_flag_leads_to_one_that_is_there_or_says_what_to_do() -> None:
+    familiar = yaml.safe_load((ROOT / "train/extras/familiar_flags.yaml").read_text(encoding="utf-8"))
+    assert [name for name in familiar if name in fields()] == []
+    wrong = {n: ours for n, ours in familiar.items() if ours.partition(" ")[0] not in fields() and ours[-1] != "."}
+    assert wrong == {}
+    files = [word for ours in familiar.values() for word in re.findall(r"[\w/]+\.(?:yaml|py)", ours)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_a_list_of_one_needs_no_brackets_in_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{BASE}report_to: tensorboard\nlora_target_modules: all-linear\n")
+    config = parse(["--config", str(recipe)])
+    assert config.get("report_to") == ("tensorboard",) and config.get("lora_target_modules") == ("all-linear",)
+    recipe.write_text(f"{BASE}report_to: none\n")
+    with pytest.raises(UsageError, match=r"report_to: \['none'\] is not valid: expected a list of one of tensorboard,"):
+        parse(["--config", str(recipe)])
 
 
 def test_gradient_checkpointing_alone_recomputes_every_layer(base: Path) -> None:

@@ -218,9 +218,8 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise UsageError(f"{error}. train/main.py --help lists all flags.") from None
     if unknown:
-        name = unknown[0].partition("=")[0]
-        kind, likely = "flag" if name[:2] == "--" else "argument", extras.hint(name.removeprefix("--"), known, "--")
-        raise UsageError(f"unknown {kind} {name}. {likely}")
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        raise UsageError(extras.unknown("flag" if flags else "argument", flags or unknown[:1], known, "--"))
     return vars(found)
 
 
@@ -286,9 +285,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def from_values(values: dict[str, Any]) -> Config:
     """A configuration from flat values, of their fields' types, over the defaults; UsageError says what would do."""
     known, own = fields(), {}
-    if unknown := [f"unknown key {name}. {extras.hint(name, known)}" for name in values if name not in known]:
-        raise UsageError(" ".join(unknown))
+    if unknown := [name for name in values if name not in known]:
+        raise UsageError(extras.unknown("key", unknown, known))
     for name, value in values.items():
+        if isinstance(value, str) and get_origin(known[name][0]) is tuple:  # one, without a list around it
+            value = [value]
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value

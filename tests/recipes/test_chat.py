@@ -27,7 +27,7 @@ QUESTION, ANSWER = {"role": "user", "content": "two?"}, {"role": "assistant", "c
 
 
 def documents(recipe: ModuleType, **options: Any) -> dict[str, Any]:
-    return recipe.documents(Config().changed(dataset_options=options))
+    return recipe.documents(Config().changed(dataset_options=options, task=f"{recipe.__file__}:Task"))
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -44,6 +44,15 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
         ({"messages": [QUESTION, ANSWER], "id": 1}, [QUESTION, ANSWER]),
         ({"prompt": "two?", "completion": "2"}, [QUESTION, ANSWER]),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
+        (  # what the prompt says for the assistant is not trained on
+            {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
+            [QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER],
+        ),
+        ({"instruction": "two?", "input": "", "output": "2"}, [QUESTION, ANSWER]),  # of Alpaca
+        (
+            {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "short"},
+            [{"role": "system", "content": "short"}, {"role": "user", "content": "Add.\n\n1 + 1"}, ANSWER],
+        ),
         (
             {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}], "system": "short"},
             [{"role": "system", "content": "short"}, QUESTION, ANSWER],
@@ -79,10 +88,12 @@ def test_rows_of_several_kinds_in_a_file_are_all_read_and_one_without_an_answer_
         {"prompt": "two?", "completion": "2"},
         {"prompt": "two?", "completion": None},
         {"prompt": "", "completion": "2"},
+        {"instruction": "two?", "input": "", "output": "2"},
+        {"instruction": "two?", "input": "", "output": None},
     ]
     found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
-    assert [json.loads(text)["messages"] for text in found[:3]] == [[QUESTION, ANSWER]] * 3
-    assert found[3:] == ["", ""]
+    assert [json.loads(text)["messages"] for text in (*found[:3], found[5])] == [[QUESTION, ANSWER]] * 4
+    assert (*found[3:5], found[6]) == ("", "", "")
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])
@@ -132,7 +143,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "two?"}, "chats.jsonl, row 1: no messages, .*, or prompt and completion; the columns are text"),
+        ({"text": "two?"}, "chats.jsonl, row 1: no messages, .*, prompt and completion, or .*; the columns are text"),
         ({"messages": ["two?"]}, "row 1: no messages"),
         ({"messages": [QUESTION], "tools": "search"}, "row 1: its tools are not JSON"),
         ({"messages": [{"content": "two?"}]}, "row 1: a message of the role None: rename it to one of system, "),
@@ -158,6 +169,22 @@ def test_a_file_has_splits_too(load_recipe: Callable[[str], ModuleType], tmp_pat
     assert {split: len(rows) for split, rows in found.items()} == {"train": 8, "validation": 2}
     with pytest.raises(UserError, match=r'validation of .* cannot be read .*Unknown split "validation"'):
         documents(recipe, path=path, validation_split="validation")
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_documents_and_task_belong_together(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str
+) -> None:
+    """One without the other would train on JSON, or cannot read a text."""
+    recipe, own = load_recipe(name), f"recipes/{name}.py"
+    row = {"messages": [QUESTION, ANSWER], "document": "long", "summary": "short"}
+    config = Config().changed(dataset_options={"path": str(written(tmp_path / "rows.jsonl", row))})
+    with pytest.raises(UsageError, match=f"task: causal_lm cannot read what {own}:documents gives: .*{own}:Task"):
+        recipe.documents(config)
+    task = recipe.Task(config.changed(model_config={"decoder_start_token_id": 0}))
+    for text in ("a text", '{"a": "JSON"}', "[]"):
+        with pytest.raises(UserError, match=f"a text that is not .* as JSON, .*: give --dataset {own}:documents"):
+            list(task.cut(text, [], None, tokenizer_with(CHATML)))
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])

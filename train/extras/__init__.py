@@ -259,15 +259,19 @@ def missing() -> list[str]:
     return [name for name in ORDER if name not in classes()]
 
 
-def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
-    ours = yaml.safe_load(Path(__file__).with_name("familiar_flags.yaml").read_text(encoding="utf-8")).get(name, "")
-    close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, 1, 0.62)
-    more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
-    text = ours if ours[-1:] == "." else f"Did you mean {prefix}{close[0]}?" if close else more
+def unknown(kind: str, names: Sequence[str], known: Iterable[str], prefix: str = "") -> str:
+    """That flags or keys of a recipe are not ``known``, and what may be meant, with a ``prefix``, by each."""
+    familiar = yaml.safe_load(Path(__file__).with_name("familiar_flags.yaml").read_text(encoding="utf-8"))
+    told = []
+    for name in names:
+        more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
+        ours = familiar.get(bare := name.removeprefix("--"), "")
+        close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(bare, known, 1, 0.62)
+        text = ours if ours[-1:] == "." else f"Did you mean {prefix}{close[0]}?" if close else more
+        told.append(f"unknown {kind} {name}. {text}")
     if gone := missing():
-        text += f" This copy of the template is without the extras {', '.join(gone)} and their options."
-    return text
+        told.append(f"This copy of the template is without the extras {', '.join(gone)} and their options.")
+    return " ".join(told)
 
 
 def options() -> dict[str, type]:

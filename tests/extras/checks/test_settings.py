@@ -121,5 +121,6 @@ def test_all_that_need_another_option_are_tried_above() -> None:
 
 
 def test_a_hint_names_no_flag_that_was_deleted() -> None:
-    assert extras.hint("use_lora", ["adapter", "seed"], "--").startswith("Did you mean --adapter lora?")
-    assert "lora" not in extras.hint("use_lora", ["seed"], "--")
+    said = "unknown flag --use_lora. Did you mean --adapter lora?"
+    assert extras.unknown("flag", ["--use_lora"], ["adapter", "seed"], "--").startswith(said)
+    assert "lora" not in extras.unknown("flag", ["--use_lora"], ["seed"], "--").removeprefix("unknown flag --use_lora")

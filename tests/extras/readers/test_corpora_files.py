@@ -397,7 +397,7 @@ def test_a_column_that_no_record_has(jsonl: Write, on_bad_record: str) -> None:
     path = jsonl({"body": "a", "y": 1}, {"body": "b", "y": 2})
     assert (
         f"{path}:1: no column 'text'; the columns are body, y. "
-        "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
+        "Give --text_column, --label_column (names in a CSV file's first line); for chats see docs/data.md."
     ) in message(path, on_bad_record=on_bad_record)
     assert "no column 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
 

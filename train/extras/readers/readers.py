@@ -30,7 +30,7 @@ _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", 
 TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
-NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
+NAME_COLUMNS = "Give --text_column, --label_column (names in a CSV file's first line); for chats see docs/data.md"
 FORMAT = 10  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded

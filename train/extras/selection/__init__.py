@@ -127,7 +127,7 @@ class Extra(extras.Extra):
         is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
         if is_over and (is_other or is_again or is_gone) and earlier.get("steps") == progress.step:
             self._ended = chosen = earlier.get("final_step", progress.step)
-            outputs.note(f"the run has ended: final/ keeps its model, of step {chosen} (--resume never trains again)")
+            outputs.note(f"the run has ended: final/ keeps its model, of step {chosen}; to train again, --resume never")
             folder = outputs.checkpoints / f"step-{chosen:08d}"
             if is_again and chosen != progress.step and (why := outputs.from_main(lambda: verify(folder))) is not None:
                 remedy = f"Evaluate it by a run of its own with --model {outputs.final}, or use from_pretrained"
