@@ -19,6 +19,7 @@ from train.config import Config, Optimization
 from train.model import ModelWithLoss
 from train.records import IGNORE, MicroBatch, StepOutcome, UserError
 from train.step import Engine, optimizer_step, seed_step
+from train.tasks import Task
 
 VOCABULARY = 11
 
@@ -53,14 +54,14 @@ def batch(examples: list[Tensor]) -> MicroBatch:
 
 
 def stepped(
-    windows: list[list[MicroBatch]], dtype: torch.dtype = torch.float64, **settings: Any
+    windows: list[list[MicroBatch]], dtype: torch.dtype = torch.float64, task: Any = Task, **settings: Any
 ) -> tuple[dict[str, Tensor], list[StepOutcome]]:
     """Weights after one SGD step (learning rate 1) for each window, from the same start."""
     torch.manual_seed(0)
     settings = {"max_grad_norm": None, **settings}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     network = TinyModel().to(dtype)
-    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
+    model, optimizer = accelerator.prepare(ModelWithLoss(network, task), torch.optim.SGD(network.parameters(), lr=1.0))
     assert isinstance(optimizer, AcceleratedOptimizer)
     engine = Engine(accelerator, Config(optimization=Optimization(**settings)))
     outcomes = [optimizer_step(engine, model, optimizer, window) for window in windows]
@@ -98,6 +99,23 @@ def test_batch_without_targets_changes_nothing_and_padding_neither() -> None:
     alone, _ = stepped([[batch(examples)]])
     with_padding, _ = stepped([[batch(examples), without_targets(batch(rows([3])))]])
     assert largest_difference(alone, with_padding) < 1e-10
+
+
+def test_a_batch_without_targets_counts_for_nothing_whatever_the_loss_reads() -> None:
+    """A task's own loss may compare with every label, or with none."""
+    from train.batching import without_targets
+
+    def squares(logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.sum(-1) - labels).square().sum()
+
+    examples, empty = rows([9, 2]), without_targets(batch(rows([3])))
+    for loss_sum in (squares, lambda logits, labels: logits.square().sum()):
+        task: Any = SimpleNamespace(loss_sum=loss_sum, scores=None)
+        (alone, [one]), (with_padding, [two]) = (
+            stepped([window], task=task) for window in ([batch(examples)], [batch(examples), empty])
+        )
+        assert largest_difference(alone, with_padding) < 1e-10
+        assert one.loss_sum.item() == two.loss_sum.item() > 0
 
 
 def test_gradient_is_the_mean_over_targets() -> None:

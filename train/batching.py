@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from train.records import IGNORE, BatchArithmetic, MicroBatch, column
+from train.records import BatchArithmetic, MicroBatch, column
 
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]  # examples and a seed to a batch
 
@@ -112,6 +111,5 @@ class _Fetch:
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:
-    """The same shapes, but nothing to learn."""
-    labels = torch.full_like(batch.labels, IGNORE)
-    return replace(batch, labels=labels, num_targets=0, example_ids=(), num_tokens=0)
+    """What a rank without an example computes, to stay in step with the others; it counts for nothing."""
+    return replace(batch, num_targets=0, example_ids=(), num_tokens=0)

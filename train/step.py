@@ -94,6 +94,8 @@ def optimizer_step(
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
     scale, loss_sum = engine.loss_factor / targets, torch.zeros((), device=accelerator.device)
     for micro_batch in micro_batches:
+        # Without a target it counts for nothing, even if a task's own loss does not look at the labels.
+        counted = float(micro_batch.num_targets > 0)
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
         with accelerator.accumulate(model), engine.share(micro_batch) as part:
             mark("forward")
@@ -101,9 +103,9 @@ def optimizer_step(
             loss = model(part.inputs, part.labels, num_targets=part.num_targets)
             mark("backward")
             # An infinite loss can have finite gradients: 0 × inf makes them NaN, so the step is skipped.
-            engine.backward(loss, scale + 0 * loss.detach())
+            engine.backward(loss, counted * (scale + 0 * loss.detach()))
         # The graph is released before clipping and the update.
-        loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # so nothing is allocated after the update
+        loss_sum.add_(loss.detach(), alpha=engine.loss_share * counted)  # so nothing is allocated after the update
         del loss, part
     # The gradient is complete: its norm, equal on all ranks, decides whether the step is skipped.
     mark("clip")
