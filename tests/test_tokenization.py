@@ -96,6 +96,13 @@ def test_trained_tokenizer_keeps_to_its_size_and_gives_any_text_back() -> None:
         assert tokenizer.decode(ids_of(tokenizer, text)) == text
 
 
+def test_a_text_without_spaces_is_learned_in_pieces() -> None:
+    """As DNA is: the time a trainer takes grows with the square of a word's length."""
+    tokenizer = tokenizer_of("train:300", ["A" * 5000, "ACGT" * 3000])
+    assert 1000 < max(map(len, tokenizer.get_vocab())) < 2010  # the longest piece, which would be 5000 long
+    assert tokenizer.decode(ids_of(tokenizer, "ACGT" * 3000)) == "ACGT" * 3000
+
+
 def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.extras.readers.own_tokenizers.TOKENIZER_TRAINING_BYTES", 100)
     read: list[int] = []

@@ -225,6 +225,18 @@ def test_padding_is_tried_although_a_module_of_ones_own_has_no_loss() -> None:
     assert checked(Mean(outputs=300, each=True), masked_lm.Task) is None
 
 
+class Compared(Mean):
+    """Similarities (B, B) of rows, as in contrastive learning, where a row alone is compared with itself only."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        rows = super().forward(input_ids, attention_mask)
+        return rows @ rows.T
+
+
+def test_rows_that_are_compared_with_each_other_are_not_taken_for_padding_that_changes_them() -> None:
+    assert checked(Compared(outputs=300), sequence_classification.Task) is None
+
+
 class Ended(Blurred):
     """A classifier that, as Bart's and T5's, takes no row without its end mark."""
 

@@ -64,8 +64,7 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
             remedy = "use --task masked_lm, or a decoder, such as llama or gpt2, or a model with is_decoder: true"
             return f"{why}, so {task.name} would learn to copy what it is to predict: {remedy}"
         row = tokens[0]
-        has_own = (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate)  # loss, or inputs
-        if not (task.labelled or has_own):
+        if not task.labelled and (task.loss_sum, task.collate) == (Task.loss_sum, Task.collate):
             with suppress(Exception):  # not every model has a loss of its own
                 own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
                 if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
@@ -74,7 +73,9 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         inputs = pad([row, short], pad_id if own_id is None else own_id)
         mask = pad([torch.ones_like(row), torch.ones_like(short)], 0)
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
-        if not _is_alone(config) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
+        second = second[:, : len(short)] if second.ndim > 2 else second
+        # Where rows are compared with each other, as in contrastive learning, one alone has another shape.
+        if not _is_alone(config) and second.shape == alone.shape and differ(second, alone):
             return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
         return None
 

@@ -19,7 +19,7 @@ from train.records import IGNORE, MicroBatch, UserError
 ROOT = Path(__file__).resolve().parent.parent.parent
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = ("no", "tf32", "fp16", "bf16")
-GUESS = "the task's cut wants a text: plain tokens and labels are assumed, its longest_example() would tell"
+GUESS = "plain tokens and labels are assumed: a task with others needs a longest_example()"
 OFFLOAD = "fsdp2_offload"
 SHARDED_WEIGHTS = ("fsdp2", OFFLOAD)  # where a rank keeps only its part of the weights
 

@@ -90,8 +90,7 @@ def joined(examples: datasets.Dataset, rows: Sequence[Sequence[int]]) -> pa.Tabl
     found: Any = examples.with_format("arrow")[numbers]
     columns = {name: found[name].combine_chunks() for name in found.column_names} | {"member_ids": pa.array(numbers)}
     for name, values in columns.items():
-        is_sum = name in SUMMED
-        columns[name] = np.add.reduceat(values, ends[:-1]) if is_sum else pa.ListArray.from_arrays(ends, values)
+        columns[name] = np.add.reduceat(values, ends[:-1]) if name in SUMMED else pa.ListArray.from_arrays(ends, values)
     return pa.table(columns)
 
 

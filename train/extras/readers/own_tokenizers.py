@@ -19,6 +19,7 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _IDS = len(MARKS) + np.argsort([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)])
 MOST_UNKNOWN = 0.05
+_LONG_WORD = re.compile(r"\S{2000}")  # of DNA, say: the time a trainer takes grows with the square of a word's length
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
@@ -99,7 +100,7 @@ def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTo
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
     pieces = (text[start : start + 2**20] for text in texts for start in range(0, len(text), 2**20))
     for piece in pieces:  # of one text, too: a trainer takes a hundred times its size
-        yield piece
+        yield _LONG_WORD.sub(r"\g<0> ", piece) if max(map(len, piece.split()), default=0) > 2000 else piece
         num_bytes -= len(piece.encode())
         if num_bytes < 0:
             return
