@@ -35,6 +35,7 @@ from transformers import (
 from train.config import Config
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, IGNORE
+from train.tasks import load_tokenizer
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}'
 BASE = ("--tokenizer", "bytes", "--max_length", 32, "--max_steps", 3, "--log_every_steps", 1, "--cpu_threads", 1)
@@ -92,6 +93,14 @@ def shown_in(page: str, file: str) -> str:
 
 
 # Data
+
+
+def test_a_tokenizer_shown_in_the_docs_reads_dna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(shown_in("docs/data.md", r"my_tokenizer\.py"), {})
+    tokenizer = load_tokenizer(str(tmp_path / "dna"))
+    assert tokenizer("ACGTN-a", add_special_tokens=False)["input_ids"] == [3, 4, 5, 6, 2, 2, 2]
+    assert (tokenizer.eos_token_id, tokenizer.mask_token_id, tokenizer.decode([5, 3])) == (0, 1, "G A")
 
 
 DATA = """
@@ -715,14 +724,15 @@ def test_summaries_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: An
     assert summary["result"]["validation"]["loss"] == pytest.approx(own, rel=1e-4)
 
 
-def with_extra(fork: Fork, name: str, changed: tuple[str, str] = ("", "")) -> None:
-    """Adds the extra that the docs show to a fork, as they say: a folder, and its name in NAMES."""
+def with_extra(fork: Fork, name: str, changed: tuple[str, str] = ("", ""), after: str = "") -> None:
+    """Adds the extra that the docs show to a fork, as they say: a folder, and its name in NAMES, the first or later."""
     extra = fork.folder / "train" / "extras" / name
     extra.mkdir()
     code = shown_in("docs/forking.md", rf"train/extras/{name}/__init__\.py").replace(*changed)
     (extra / "__init__.py").write_text(code)
     order = fork.folder / "train" / "extras" / "__init__.py"
-    order.write_text(order.read_text().replace('NAMES = "checks', f'NAMES = "{name} checks'))
+    before, place = ('NAMES = "', f'NAMES = "{name} ') if not after else (f" {after} ", f" {after} {name} ")
+    order.write_text(order.read_text().replace(before, place, 1))
 
 
 def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
@@ -753,6 +763,26 @@ def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: For
     assert again["result"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_second_model_shown_in_the_docs_stays_as_it_began_is_predicted_and_not_saved(fork: Fork) -> None:
+    begins = "with torch.no_grad():"
+    with_extra(fork, "near_start", (begins, f"assert not module.start.training\n            {begins}"))
+    sizes = '"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128'
+    flags = *LISTOPS, "--model_config", f'{{"model_type": "llama", {sizes}}}', "--learning_rate", 0.01
+    _, summary = fork.trains(*flags)
+    unseen = (259 + 5) * 64 * 4  # of the second model's weights on a CPU: embedding and norms, which give no view
+    expected = pytest.approx(summary["peak_allocated_bytes"] + unseen, rel=0.001)
+    assert summary["predicted_peak_bytes"] == expected
+    near = [row["loss"] for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
+    assert not any("start" in name for name in load_file(fork.output / "final" / "model.safetensors"))
+    shutil.rmtree(fork.output)
+    shutil.rmtree(fork.folder / "train" / "extras" / "near_start")
+    order = fork.folder / "train" / "extras" / "__init__.py"
+    order.write_text(order.read_text().replace("near_start ", ""))
+    fork.trains(*flags)
+    plain = [row["loss"] for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
+    assert near[0] == pytest.approx(plain[0], rel=1e-6) and near[2] > plain[2] + 0.004, (near, plain)
+
+
 @pytest.mark.slow
 def test_the_optimizer_shown_in_the_docs_trains_is_planned_and_resumes(fork: Fork) -> None:
     with_extra(fork, "nadam")
@@ -780,8 +810,9 @@ def test_the_optimizer_shown_in_the_docs_trains_is_planned_and_resumes(fork: For
 
 
 def test_the_order_shown_in_the_docs_begins_with_short_examples(fork: Fork) -> None:
-    with_extra(fork, "short_first")
-    fork.trains(*LISTOPS, "--model_config", TINY, *QUICK, "--max_length", 64, "--global_batch_size", 4)
+    with_extra(fork, "short_first", after="long_sequences")
+    sizes = "--micro_batch_size", 1, "--global_batch_size", 4
+    fork.trains(*LISTOPS, "--model_config", TINY, *QUICK, "--max_length", 64, *sizes)
     rows = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
     lengths = [row["sequence_length"] for row in rows]
     assert lengths == sorted(lengths) and len(set(lengths)) == 3, lengths

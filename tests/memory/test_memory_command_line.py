@@ -328,7 +328,7 @@ def test_a_plan_says_where_it_has_to_guess_what_a_task_makes(
 ) -> None:
     (tmp_path / "pairs.py").write_text(PAIRS)
     words = ["predict", "--device", "cpu", *MODEL, "--task", f"{tmp_path / 'pairs.py'}:Task"]
-    guess = "Note: the task's cut wants a text: plain tokens and labels are assumed, its longest_example() would tell."
+    guess = "Note: plain tokens and labels are assumed: a task with others needs a longest_example()."
     assert main(words) == 0
     assert guess in capsys.readouterr().out
     longest = "{'tokens': [3] * 257, 'length': 256, 'other': [3] * 257}"
