@@ -115,7 +115,6 @@ def test_a_micro_batch_size_of_auto_asks_which_global_batch_it_divides(base: Pat
         ("--auto_find_batch_size", "--micro_batch_size auto"),
         ("--overwrite_output_dir", "--resume never"),
         ("--use_lora", "--adapter lora"),
-        ("--torch_dtype=auto", "--dtype"),
         ("--logging_steps=5", "--log_every_steps"),
     ],
 )
@@ -138,6 +137,12 @@ def test_all_unknown_flags_are_told_at_once(base: Path) -> None:
         "accelerate launch --config_file accelerate_configs/fsdp2.yaml. unknown flag --save_steps. Did you mean "
         "--save_every_steps?"
     )
+
+
+def test_the_type_of_weights_is_not_taken_over_without_a_word(base: Path) -> None:
+    """Plain AdamW loses small updates of bf16 weights; the weights of other programs are cast to what is trained."""
+    with pytest.raises(UsageError, match=r"--torch_dtype\. Leave it out, or give --dtype bfloat16 with --bf16_update"):
+        parse(["--config", str(base), "--torch_dtype=bfloat16"])
 
 
 def test_every_familiar_flag_leads_to_one_that_is_there_or_says_what_to_do() -> None:

@@ -169,7 +169,7 @@ def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
-    row = ladder_search.tried_apart(tiny_job(128, **settings), "template", 120)
+    row = ladder_search.tried_apart(tiny_job(128, **settings), "template", 300)
     assert row["outcome"] == "ok", row
     assert row["tokens_per_second"] == pytest.approx(128 / row["seconds"])
 
@@ -177,7 +177,7 @@ def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_failing_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = replace(job := tiny_job(128), values={**job.values, "task": "nothing"})
-    row = ladder_search.tried_apart(broken, "template", 120)
+    row = ladder_search.tried_apart(broken, "template", 300)
     assert row["outcome"] == "error"
     assert "nothing" in row["message"]
 
