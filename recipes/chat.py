@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 ROLES = {"human": "user", "gpt": "assistant"}
 PLAIN = {"role", "content", "weight", "train"}  # keys of a message that call nothing
+OF_TEXT = tuple(f"train.tasks.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification"))
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -50,11 +52,11 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     or a ``prompt`` and its ``completion``, as texts or as messages; or, as Alpaca, an ``instruction``, perhaps an
     ``input``, and the ``output``. ``tools`` and a text ``system`` may come with them.
 
-    Raises UserError for another row; UsageError for unknown options, or a task that cannot read conversations.
+    Raises UserError for another row; UsageError for unknown options, or a task that takes JSON for text.
     """
-    if not hasattr(load_task(config.data.task), "conversation_in"):
-        what = f"task: {config.data.task} cannot read what recipes/chat.py:documents gives"
-        raise UsageError(f"{what}: give --task recipes/chat.py:Task, or one that derives from it.")
+    if load_task(config.data.task).cut.__module__ in OF_TEXT:
+        what = f"task: {config.data.task} would train on the JSON that recipes/chat.py:documents gives"
+        raise UsageError(f"{what}: give --task recipes/chat.py:Task, or one of your own that reads it.")
     given, known = config.data.dataset_options or {}, [field.name for field in dataclasses.fields(Options)]
     if "path" not in given or not all(name in known and isinstance(value, str) for name, value in given.items()):
         raise UsageError(f"dataset_options: recipes/chat.py takes {', '.join(known)}; path is needed.")
@@ -117,8 +119,10 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if {"prompt", "completion"} <= row.keys() and not found:
         found = _pair(row["prompt"], row["completion"])
     if {"instruction", "output"} <= row.keys() and not found:
-        text, more = row["instruction"], row.get("input")
-        found = _pair(f"{text}\n\n{more}" if text and more else text, row["output"])
+        told = [part for part in (row["instruction"], row.get("input")) if part]
+        earlier = [_pair(question, answer) for question, answer in row.get("history") or ()]
+        found = _pair("\n\n".join(told) if all(isinstance(part, str) for part in told) else told[0], row["output"])
+        found = [*itertools.chain(*earlier), *found] if found else found
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         what = "no messages, conversations, prompt and completion, or instruction and output"
         raise UserError(f"{where}: {what}; the columns are {', '.join(row)}.")
@@ -144,11 +148,8 @@ def _pair(question: Any, answer: Any) -> list[Any]:
     """A question and its answer, each a text or messages, as messages; of the question none is trained on."""
     if not question or not answer:
         return []
-    if isinstance(question, list):
-        is_said = [isinstance(message, Mapping) and message.get("role") == "assistant" for message in question]
-        asked = [{**m, "weight": 0} if said else m for m, said in zip(question, is_said, strict=True)]
-    else:
-        asked = [{"role": "user", "content": question}]
+    asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    asked = [{**message, "weight": 0} if isinstance(message, Mapping) else message for message in asked]
     return [*asked, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 

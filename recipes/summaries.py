@@ -27,6 +27,7 @@ from train.checkpoint import digest
 from train.config import Config
 from train.records import IGNORE, MicroBatch, UsageError, UserError, one_line
 
+OF_TEXT = tuple(f"train.tasks.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification"))
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -54,11 +55,11 @@ def options_of(config: Config) -> Options:
 def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Documents and their summaries as JSON, in the column ``text``; raises UserError for data without them.
 
-    Raises UsageError for unknown options, or a task that cannot read them.
+    Raises UsageError for unknown options, or a task that takes JSON for text.
     """
-    if not hasattr(tasks.load_task(config.data.task), "parts_of"):
-        what = f"task: {config.data.task} cannot read what recipes/summaries.py:documents gives"
-        raise UsageError(f"{what}: give --task recipes/summaries.py:Task, or one that derives from it.")
+    if tasks.load_task(config.data.task).cut.__module__ in OF_TEXT:
+        what = f"task: {config.data.task} would train on the JSON that recipes/summaries.py:documents gives"
+        raise UsageError(f"{what}: give --task recipes/summaries.py:Task, or one of your own that reads it.")
     options = options_of(config)
     wanted = {"train": options.split, "validation": options.validation_split}
     return {name: _load(options, split) for name, split in wanted.items() if split}

@@ -249,6 +249,7 @@ def test_rank_without_examples_gets_a_batch_without_targets() -> None:
     assert [[len(w) for w in windows] for windows in few] == [[1]] * 4
     for ((batch,),) in few[2:]:
         assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (0, 0, ())
+        assert torch.equal(batch.labels, few[0][0][0].labels)  # of an example of this step, with its own labels
         assert batch.inputs["input_ids"].numel() > 0
 
 

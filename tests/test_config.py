@@ -154,16 +154,6 @@ def test_every_familiar_flag_leads_to_one_that_is_there_or_says_what_to_do() -> 
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-def test_a_list_of_one_needs_no_brackets_in_a_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"{BASE}report_to: tensorboard\nlora_target_modules: all-linear\n")
-    config = parse(["--config", str(recipe)])
-    assert config.get("report_to") == ("tensorboard",) and config.get("lora_target_modules") == ("all-linear",)
-    recipe.write_text(f"{BASE}report_to: none\n")
-    with pytest.raises(UsageError, match=r"report_to: \['none'\] is not valid: expected a list of one of tensorboard,"):
-        parse(["--config", str(recipe)])
-
-
 def test_gradient_checkpointing_alone_recomputes_every_layer(base: Path) -> None:
     recipe = ["--config", str(base)]
     assert parse([*recipe, "--gradient_checkpointing", "--seed", "7"]).get("gradient_checkpointing") == "full"

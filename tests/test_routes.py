@@ -99,8 +99,8 @@ def test_a_tokenizer_shown_in_the_docs_reads_dna(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     exec(shown_in("docs/data.md", r"my_tokenizer\.py"), {})
     tokenizer = load_tokenizer(str(tmp_path / "dna"))
-    assert tokenizer("ACGTN-a", add_special_tokens=False)["input_ids"] == [3, 4, 5, 6, 2, 2, 2]
-    assert (tokenizer.eos_token_id, tokenizer.mask_token_id, tokenizer.decode([5, 3])) == (0, 1, "G A")
+    assert tokenizer("ACGT\nN-a", add_special_tokens=False)["input_ids"] == [3, 4, 5, 6, 2, 2, 3]
+    assert (tokenizer.eos_token_id, tokenizer.mask_token_id, tokenizer.decode([5, 3])) == (0, 1, "g a")
 
 
 DATA = """
@@ -663,7 +663,7 @@ EXAMPLES = """
 from train.config import Config, load_function
 from train.tasks import load_task, load_tokenizer
 
-config = Config().changed(dataset_options={"path": "chats.jsonl"})
+config = Config().changed(task="recipes/chat.py:Task", dataset_options={"path": "chats.jsonl"})
 task, tokenizer = load_task("recipes/chat.py:Task")(config), load_tokenizer("chat")
 for row in load_function("recipes/chat.py:documents", "dataset")(config)["train"]:
     for example in task.cut(row["text"], [], None, tokenizer):

@@ -101,6 +101,8 @@ def test_a_text_without_spaces_is_learned_in_pieces() -> None:
     tokenizer = tokenizer_of("train:300", ["A" * 5000, "ACGT" * 3000])
     assert 1000 < max(map(len, tokenizer.get_vocab())) < 2010  # the longest piece, which would be 5000 long
     assert tokenizer.decode(ids_of(tokenizer, "ACGT" * 3000)) == "ACGT" * 3000
+    words = tokenizer_of("words", [f"a {'b' * 2500} c"])
+    assert words.convert_ids_to_tokens(ids_of(words, f"a {'b' * 2500} c")) == ["a", "b" * 2500, "c"]
 
 
 def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:

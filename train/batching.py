@@ -74,7 +74,7 @@ class Batches:
             for first in range(first_step * size, len(order), size):
                 ids = order[first : first + size]
                 rounds = self.loading.rounds.form(ids.tolist(), lengths[ids].tolist(), self.arithmetic)
-                yield [parts[self.rank] for parts in rounds]
+                yield [parts[self.rank] or [~parts[0][0]] for parts in rounds]  # ~: another's, to stay in step
 
         steps, to_load = itertools.tee(planned())  # workers load ahead of the steps
         batches = load(self.examples, self.loading, itertools.chain.from_iterable(to_load), (self.seed, epoch))
@@ -83,7 +83,7 @@ class Batches:
 
 
 def load(examples: Dataset, loading: Loading, ids: Iterable[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
-    """A batch for each list, by torch's DataLoader; an empty list gives one without targets: ranks stay in step."""
+    """A batch for each list, by torch's DataLoader; one of ~ids counts for nothing."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
     loader: Any = partial(DataLoader, fetch, batch_size=None, **options)
@@ -100,16 +100,17 @@ class _Fetch:
 
     def __getitem__(self, ids: list[int]) -> MicroBatch:
         """The examples of the Arrow-formatted table, lists as numpy arrays, collated."""
-        found: Any = self.table[ids or [0]]
-        rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
+        ids, is_counted = [max(i, ~i) for i in ids], ids[0] >= 0
+        found: Any = self.table[ids]
+        rows: list[dict[str, Any]] = [{"id": i} for i in ids]
         for name in found.column_names:
             for row, value in zip(rows, found.column(name), strict=True):
                 is_list = pa.types.is_list(value.type) and not pa.types.is_nested(value.type.value_type)
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
         batch = self.collate(rows, self.seed)
-        return batch if ids else without_targets(batch)
+        return batch if is_counted else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:
-    """What a rank without an example computes, to stay in step with the others; it counts for nothing."""
+    """``batch``, to be computed although it counts for nothing."""
     return replace(batch, num_targets=0, example_ids=(), num_tokens=0)

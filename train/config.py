@@ -288,8 +288,6 @@ def from_values(values: dict[str, Any]) -> Config:
     if unknown := [name for name in values if name not in known]:
         raise UsageError(extras.unknown("key", unknown, known))
     for name, value in values.items():
-        if isinstance(value, str) and get_origin(known[name][0]) is tuple:  # one, without a list around it
-            value = [value]
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value

@@ -42,7 +42,7 @@ class PreparedData:
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // sharing)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
-        mine = [parts[run.launch.rank // sharing] for parts in rounds]
+        mine = [parts[run.launch.rank // sharing] or [~parts[0][0]] for parts in rounds]
         bar: Any = {"delay": 5, "position": 0, "leave": False, "dynamic_ncols": True}
         return load(examples, loading, tqdm(mine, "evaluating", disable=not run.outputs.is_main, **bar), (0, 0))
 

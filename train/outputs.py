@@ -197,7 +197,7 @@ class Outputs:
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds; extras add to it."""
         found = evaluations[0].metrics
-        metric = (run.config.get("metric_for_best") or parts.data.task.headline_metric).removeprefix("eval_")
+        metric = run.config.get("metric_for_best") or parts.data.task.headline_metric
         metric = metric if metric in found else "loss"
         return {
             "status": "done",

@@ -24,6 +24,17 @@ from train.memory import __main__ as memory
 from train.records import EXIT_DONE, UsageError, UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}
+ASKED = {**QUESTION, "weight": 0}  # of a prompt, of which nothing is a target
+OWN_READER = """
+import json
+
+from train.tasks import causal_lm
+
+
+class Task(causal_lm.Task):
+    def cut(self, text, ids, label, tokenizer):
+        yield from super().cut(str(json.loads(text)), ids, label, tokenizer)
+"""
 
 
 def documents(recipe: ModuleType, **options: Any) -> dict[str, Any]:
@@ -42,16 +53,17 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
     ("row", "expected"),
     [
         ({"messages": [QUESTION, ANSWER], "id": 1}, [QUESTION, ANSWER]),
-        ({"prompt": "two?", "completion": "2"}, [QUESTION, ANSWER]),
-        ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
+        ({"prompt": "two?", "completion": "2"}, [ASKED, ANSWER]),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, [ASKED, ANSWER]),
         (  # what the prompt says for the assistant is not trained on
-            {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
-            [QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER],
+            {"prompt": [QUESTION, {"from": "gpt", "value": "2"}, QUESTION], "completion": [ANSWER]},
+            [ASKED, {**ANSWER, "weight": 0}, ASKED, ANSWER],
         ),
-        ({"instruction": "two?", "input": "", "output": "2"}, [QUESTION, ANSWER]),  # of Alpaca
+        ({"instruction": "two?", "input": "", "output": "2"}, [ASKED, ANSWER]),  # of Alpaca
+        ({"instruction": "", "input": "two?", "output": "2", "history": None}, [ASKED, ANSWER]),
         (
-            {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "short"},
-            [{"role": "system", "content": "short"}, {"role": "user", "content": "Add.\n\n1 + 1"}, ANSWER],
+            {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "short", "history": [["two?", "2"]]},
+            [{"role": "system", "content": "short"}, ASKED, ANSWER, {**ASKED, "content": "Add.\n\n1 + 1"}, ANSWER],
         ),
         (
             {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "2"}], "system": "short"},
@@ -92,7 +104,10 @@ def test_rows_of_several_kinds_in_a_file_are_all_read_and_one_without_an_answer_
         {"instruction": "two?", "input": "", "output": None},
     ]
     found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
-    assert [json.loads(text)["messages"] for text in (*found[:3], found[5])] == [[QUESTION, ANSWER]] * 4
+    assert [json.loads(text)["messages"] for text in (*found[:3], found[5])] == [
+        *[[QUESTION, ANSWER]] * 2,
+        *[[ASKED, ANSWER]] * 2,
+    ]
     assert (*found[3:5], found[6]) == ("", "", "")
 
 
@@ -145,6 +160,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
     [
         ({"text": "two?"}, "chats.jsonl, row 1: no messages, .*, prompt and completion, or .*; the columns are text"),
         ({"messages": ["two?"]}, "row 1: no messages"),
+        ({"instruction": ["a"], "input": "b", "output": "c"}, "row 1: no messages"),
         ({"messages": [QUESTION], "tools": "search"}, "row 1: its tools are not JSON"),
         ({"messages": [{"content": "two?"}]}, "row 1: a message of the role None: rename it to one of system, "),
         ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 1: a message of the role \['user'\]: rename it"),
@@ -179,8 +195,10 @@ def test_documents_and_task_belong_together(
     recipe, own = load_recipe(name), f"recipes/{name}.py"
     row = {"messages": [QUESTION, ANSWER], "document": "long", "summary": "short"}
     config = Config().changed(dataset_options={"path": str(written(tmp_path / "rows.jsonl", row))})
-    with pytest.raises(UsageError, match=f"task: causal_lm cannot read what {own}:documents gives: .*{own}:Task"):
+    with pytest.raises(UsageError, match=f"task: causal_lm would train on the JSON that .*: give --task {own}:Task"):
         recipe.documents(config)
+    (tmp_path / "own.py").write_text(OWN_READER)
+    assert len(recipe.documents(config.changed(task=f"{tmp_path / 'own.py'}:Task"))["train"]) == 1
     task = recipe.Task(config.changed(model_config={"decoder_start_token_id": 0}))
     for text in ("a text", '{"a": "JSON"}', "[]"):
         with pytest.raises(UserError, match=f"a text that is not .* as JSON, .*: give --dataset {own}:documents"):

@@ -233,8 +233,19 @@ class Compared(Mean):
         return rows @ rows.T
 
 
+class Squeezed(Mean):
+    """A regression whose logits have no dimension at all for a single row."""
+
+    def __init__(self) -> None:
+        super().__init__(outputs=1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids).squeeze()
+
+
 def test_rows_that_are_compared_with_each_other_are_not_taken_for_padding_that_changes_them() -> None:
     assert checked(Compared(outputs=300), sequence_classification.Task) is None
+    assert "padding changes its results" in str(checked(Squeezed(), sequence_classification.Task))
 
 
 class Ended(Blurred):

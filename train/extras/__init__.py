@@ -263,7 +263,7 @@ def unknown(kind: str, names: Sequence[str], known: Iterable[str], prefix: str =
     """That flags or keys of a recipe are not ``known``, and what may be meant, with a ``prefix``, by each."""
     familiar = yaml.safe_load(Path(__file__).with_name("familiar_flags.yaml").read_text(encoding="utf-8"))
     told = []
-    for name in names:
+    for name in dict.fromkeys(names):
         more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
         ours = familiar.get(bare := name.removeprefix("--"), "")
         close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(bare, known, 1, 0.62)

@@ -23,6 +23,7 @@ from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
 from train import extras
+from train.batching import without_targets
 from train.config import Config, Optimization, from_values
 from train.extras.endurance.recovery import (
     Measure,
@@ -407,6 +408,7 @@ def test_halves_hold_the_same_examples_and_counts() -> None:
     whole = batch(rows([4, 6, 2, 5, 3]))
     inputs = {**whole.inputs, "attention_mask": torch.ones(5, 6), "cache_position": torch.arange(6)}
     whole = MicroBatch(inputs, whole.labels, whole.num_targets, (7, 1, 4, 9, 2), whole.num_tokens)
+    assert [half.num_targets for half in halves(without_targets(whole))] == [0, 0]
     first, second = halves(whole)
     assert (first.example_ids, second.example_ids) == ((7, 1, 4), (9, 2))
     assert (first.num_targets, second.num_targets) == (12, 8)

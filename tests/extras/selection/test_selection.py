@@ -41,7 +41,6 @@ def prepared(**changes: Any) -> tuple[Extra, Run]:
         ({}, "loss", [0, 1, 1, 3], "loss on data abc"),
         ({"task": "sequence_classification"}, "accuracy", [0, 0, 2, 2], "accuracy on data abc"),
         ({"metric_for_best": "bits_per_byte"}, "bits_per_byte", [0, 1, 1, 3], "bits_per_byte on data abc"),
-        ({"metric_for_best": "eval_loss"}, "loss", [0, 1, 1, 3], "loss on data abc"),  # as Trainer calls it
         (
             {"metric_for_best": "accuracy", "greater_is_better": False},
             "accuracy",

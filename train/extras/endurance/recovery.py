@@ -217,6 +217,7 @@ def halves(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     def part(rows: slice, num_tokens: int) -> MicroBatch:
         labels = batch.labels[rows]
         inputs = {name: value[rows] if has_rows(value) else value for name, value in batch.inputs.items()}
-        return MicroBatch(inputs, labels, int((labels != IGNORE).sum()), batch.example_ids[rows], num_tokens)
+        num_targets = int((labels != IGNORE).sum()) if batch.num_targets else 0
+        return MicroBatch(inputs, labels, num_targets, batch.example_ids[rows], num_tokens)
 
     return part(slice(middle), share), part(slice(middle, None), batch.num_tokens - share)

@@ -72,16 +72,16 @@ def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     """``examples`` in rows of ``room`` tokens, each with the values of its ``member_ids`` in lists; kept on disk."""
-    layout = 4  # change it when rows look different, so that rows cached before are not reused
     features = {n: kind if n in SUMMED else datasets.Sequence(kind) for n, kind in examples.features.items()}
     columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})
 
     def write(writer: ArrowWriter) -> None:
-        rows, at_once = best_fit(column(examples, "length"), room), max(1, BYTES_AT_ONCE // room)
-        for start in range(0, len(rows), at_once):
-            writer.write_table(joined(examples, rows[start : start + at_once]))
+        rows = best_fit(column(examples, "length"), room)
+        part_of = np.cumsum([max(room, 32 * len(row)) for row in rows]) // BYTES_AT_ONCE  # short examples cost more
+        for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(part_of)) + 1):
+            writer.write_table(joined(examples, [rows[number] for number in part]))
 
-    return stored(write, columns, ["packed", examples_digest(examples), room, layout])
+    return stored(write, columns, ["packed, 4", examples_digest(examples), room])  # 5 where rows look different
 
 
 def joined(examples: datasets.Dataset, rows: Sequence[Sequence[int]]) -> pa.Table:

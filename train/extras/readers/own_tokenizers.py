@@ -19,7 +19,6 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _IDS = len(MARKS) + np.argsort([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)])
 MOST_UNKNOWN = 0.05
-_LONG_WORD = re.compile(r"\S{2000}")  # of DNA, say: the time a trainer takes grows with the square of a word's length
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
@@ -61,7 +60,8 @@ def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         size = int(spec.partition(":")[2] or len(special) + len(alphabet))  # which leaves bytes no room for a merge
         options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
         trainer = trainers.BpeTrainer(vocab_size=size, **options)
-    tokenizer.train_from_iterator(_beginning(texts, TOKENIZER_TRAINING_BYTES), trainer)
+    longest_word = 2**20 if spec == "words" else 2000  # DNA is one word; to learn merges takes the square of its length
+    tokenizer.train_from_iterator(_beginning(texts, TOKENIZER_TRAINING_BYTES, longest_word), trainer)
     return _with_names(tokenizer, spec)
 
 
@@ -97,10 +97,11 @@ def warnings_of_unknown(examples: Mapping[str, Dataset], tokenizer: PreTrainedTo
                 yield f"WARNING: {name}: on average {share:.1%} of an example's tokens are unknown. {remedy}"
 
 
-def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+def _beginning(texts: Iterable[str], num_bytes: int, longest: int) -> Iterator[str]:
     pieces = (text[start : start + 2**20] for text in texts for start in range(0, len(text), 2**20))
     for piece in pieces:  # of one text, too: a trainer takes a hundred times its size
-        yield _LONG_WORD.sub(r"\g<0> ", piece) if max(map(len, piece.split()), default=0) > 2000 else piece
+        is_long = max(map(len, piece.split()), default=0) > longest
+        yield re.sub(rf"\S{{{longest}}}", r"\g<0> ", piece) if is_long else piece
         num_bytes -= len(piece.encode())
         if num_bytes < 0:
             return

@@ -58,7 +58,7 @@ class Extra(extras.Extra):
         from train.extras.cache import examples_digest
 
         options, examples = run.config.of(Options), data.examples
-        self._metric = (options.metric_for_best or data.task.default_metric).removeprefix("eval_")  # Trainer's prefix
+        self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         if self._metric == data.task.default_metric and data.task.greater_is_better is not None:
             by_name = data.task.greater_is_better
