@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 ROLES = {"human": "user", "gpt": "assistant"}
 PLAIN = {"role", "content", "weight", "train"}  # keys of a message that call nothing
+# Modules of tasks that take a document as plain text.
 OF_TEXT = tuple(f"train.tasks.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification"))
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 
@@ -50,9 +50,9 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
 
     A row has ``messages``, each with ``role`` and ``content``; or ``conversations``, each with ``from`` and ``value``;
     or a ``prompt`` and its ``completion``, as texts or as messages; or, as Alpaca, an ``instruction``, perhaps an
-    ``input``, and the ``output``. ``tools`` and a text ``system`` may come with them.
+    ``input`` and a ``history`` of earlier pairs, and the ``output``. ``tools`` and a text ``system`` may come along.
 
-    Raises UserError for another row; UsageError for unknown options, or a task that takes JSON for text.
+    Raises UserError for another row; UsageError for unknown options, or a task that would read the JSON as plain text.
     """
     if load_task(config.data.task).cut.__module__ in OF_TEXT:
         what = f"task: {config.data.task} would train on the JSON that recipes/chat.py:documents gives"
@@ -119,10 +119,12 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if {"prompt", "completion"} <= row.keys() and not found:
         found = _pair(row["prompt"], row["completion"])
     if {"instruction", "output"} <= row.keys() and not found:
-        told = [part for part in (row["instruction"], row.get("input")) if part]
-        earlier = [_pair(question, answer) for question, answer in row.get("history") or ()]
-        found = _pair("\n\n".join(told) if all(isinstance(part, str) for part in told) else told[0], row["output"])
-        found = [*itertools.chain(*earlier), *found] if found else found
+        try:
+            question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+            earlier = [message for asked, said in row.get("history") or () for message in _pair(asked, said)]
+        except (TypeError, ValueError):
+            raise UserError(f"{where}: instruction and input have to be texts, and history pairs of them.") from None
+        found = [*earlier, *found] if (found := _pair(question, row["output"])) else []
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         what = "no messages, conversations, prompt and completion, or instruction and output"
         raise UserError(f"{where}: {what}; the columns are {', '.join(row)}.")

@@ -27,6 +27,7 @@ from train.checkpoint import digest
 from train.config import Config
 from train.records import IGNORE, MicroBatch, UsageError, UserError, one_line
 
+# Modules of tasks that take a document as plain text.
 OF_TEXT = tuple(f"train.tasks.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification"))
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -55,7 +56,7 @@ def options_of(config: Config) -> Options:
 def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Documents and their summaries as JSON, in the column ``text``; raises UserError for data without them.
 
-    Raises UsageError for unknown options, or a task that takes JSON for text.
+    Raises UsageError for unknown options, or a task that would read the JSON as plain text.
     """
     if tasks.load_task(config.data.task).cut.__module__ in OF_TEXT:
         what = f"task: {config.data.task} would train on the JSON that recipes/summaries.py:documents gives"

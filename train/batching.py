@@ -31,7 +31,8 @@ class Rounds:
         """The examples of one step as ``[round][rank]`` lists of ids.
 
         Every rank gets the same number of rounds, each at most a micro-batch of similar lengths, the longest first.
-        Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
+        Sizes within a step differ by at most one. A list is empty only where there are fewer examples than ranks, and
+        never the first of a round.
         """
         size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
         longest_first = np.array(ids)[np.argsort(-np.array(lengths), kind="stable")]
@@ -83,7 +84,7 @@ class Batches:
 
 
 def load(examples: Dataset, loading: Loading, ids: Iterable[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
-    """A batch for each list, by torch's DataLoader; one of ~ids counts for nothing."""
+    """A batch for each list, by torch's DataLoader; ``[~id]`` is another rank's example, which counts for nothing."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
     loader: Any = partial(DataLoader, fetch, batch_size=None, **options)
@@ -100,7 +101,7 @@ class _Fetch:
 
     def __getitem__(self, ids: list[int]) -> MicroBatch:
         """The examples of the Arrow-formatted table, lists as numpy arrays, collated."""
-        ids, is_counted = [max(i, ~i) for i in ids], ids[0] >= 0
+        ids, is_counted = (ids, True) if ids[0] >= 0 else ([~ids[0]], False)
         found: Any = self.table[ids]
         rows: list[dict[str, Any]] = [{"id": i} for i in ids]
         for name in found.column_names:

@@ -94,7 +94,7 @@ def optimizer_step(
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
     scale, loss_sum = engine.loss_factor / targets, torch.zeros((), device=accelerator.device)
     for micro_batch in micro_batches:
-        counted = float(micro_batch.num_targets > 0)  # else for nothing, although a task's own loss may not be zero
+        counted = float(micro_batch.num_targets > 0)  # 0 where a rank computes another's example, to stay in step
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
         with accelerator.accumulate(model), engine.share(micro_batch) as part:
             mark("forward")

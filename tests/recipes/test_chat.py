@@ -160,7 +160,8 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
     [
         ({"text": "two?"}, "chats.jsonl, row 1: no messages, .*, prompt and completion, or .*; the columns are text"),
         ({"messages": ["two?"]}, "row 1: no messages"),
-        ({"instruction": ["a"], "input": "b", "output": "c"}, "row 1: no messages"),
+        ({"instruction": "a", "input": ["b"], "output": "c"}, "row 1: instruction and input have to be texts"),
+        ({"instruction": "a", "output": "c", "history": [["b"]]}, "row 1: .* history pairs of them"),
         ({"messages": [QUESTION], "tools": "search"}, "row 1: its tools are not JSON"),
         ({"messages": [{"content": "two?"}]}, "row 1: a message of the role None: rename it to one of system, "),
         ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 1: a message of the role \['user'\]: rename it"),

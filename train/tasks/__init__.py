@@ -63,7 +63,7 @@ def load_task(name: str) -> type[Task]:
     """The class of a task, by the name of its file here or as module:class; raises UsageError where there is none."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
     if ":" not in name and name not in names:
-        raise UsageError(f"task: {name!r} is not one of {', '.join(names)}, nor like recipes/chat.py:Task.")
+        raise UsageError(f"task: {name!r} is not one of {', '.join(names)}, nor a file's, as recipes/chat.py:Task.")
     found: Any = load_function(name, "task") if ":" in name else importlib.import_module(f"train.tasks.{name}").Task
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UsageError(f"task: {name} is not a subclass of train.tasks.Task.")

@@ -77,11 +77,11 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
 
     def write(writer: ArrowWriter) -> None:
         rows = best_fit(column(examples, "length"), room)
-        part_of = np.cumsum([max(room, 32 * len(row)) for row in rows]) // BYTES_AT_ONCE  # short examples cost more
+        part_of = np.cumsum([max(room, 32 * len(row)) for row in rows]) // BYTES_AT_ONCE  # short ones take more
         for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(part_of)) + 1):
             writer.write_table(joined(examples, [rows[number] for number in part]))
 
-    return stored(write, columns, ["packed, 4", examples_digest(examples), room])  # 5 where rows look different
+    return stored(write, columns, ["packed, 4", examples_digest(examples), room])  # raise it if rows change
 
 
 def joined(examples: datasets.Dataset, rows: Sequence[Sequence[int]]) -> pa.Table:

@@ -60,7 +60,7 @@ def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         size = int(spec.partition(":")[2] or len(special) + len(alphabet))  # which leaves bytes no room for a merge
         options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
         trainer = trainers.BpeTrainer(vocab_size=size, **options)
-    longest_word = 2**20 if spec == "words" else 2000  # DNA is one word; to learn merges takes the square of its length
+    longest_word = 2**20 if spec == "words" else 2000  # DNA is one word, and time grows with the square of its length
     tokenizer.train_from_iterator(_beginning(texts, TOKENIZER_TRAINING_BYTES, longest_word), trainer)
     return _with_names(tokenizer, spec)
 
