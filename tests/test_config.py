@@ -124,6 +124,27 @@ def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str)
     assert f"Did you mean {ours}?" in str(refused.value)
 
 
+@pytest.mark.parametrize("written", ["[q_proj, v_proj]", "q_proj, v_proj", "'q_proj,v_proj'"])
+def test_a_list_in_a_recipe_needs_no_brackets(base: Path, written: str) -> None:
+    base.write_text(f"{BASE}adapter: lora\nlora_target_modules: {written}")
+    assert parse(["--config", str(base)]).get("lora_target_modules") == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["a,b"], ("a", "b")),
+        (["a", "b"], ("a", "b")),
+        (["a"], ("a",)),
+        (["none"], ()),
+        ([], ()),
+        (["a,b", "c"], ("a,b", "c")),
+    ],
+)
+def test_a_list_on_the_command_line_is_written_with_spaces_or_commas(flags: list[str], names: tuple[str, ...]) -> None:
+    assert parse(["--metrics", *flags]).get("metrics") == names
+
+
 def test_what_is_like_no_flag_leads_to_none(base: Path) -> None:
     with pytest.raises(UsageError, match=r"unknown flag --disable_tqdm\. .*--help lists all"):
         parse(["--config", str(base), "--disable_tqdm"])

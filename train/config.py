@@ -244,7 +244,7 @@ def argument(word: str) -> str:
 def _from_text(text: Any, hint: Any) -> Any:
     """What ``text`` of the command line stands for in a field of type ``hint``; the text itself where nothing fits."""
     if isinstance(text, list):
-        return tuple(text)
+        return text[0] if len(text) == 1 else tuple(text)
     text = re.sub("^ (?=-)", "", text)  # which argument put there
     if text in ("None", "null"):
         return None
@@ -288,6 +288,8 @@ def from_values(values: dict[str, Any]) -> Config:
     if unknown := [name for name in values if name not in known]:
         raise UsageError(extras.unknown("key", unknown, known))
     for name, value in values.items():
+        if get_origin(known[name][0]) is tuple and isinstance(value, str):  # "a, b" or "none", as Trainer takes them
+            value = [] if value == "none" else [part.strip() for part in value.split(",")]
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value

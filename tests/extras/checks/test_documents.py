@@ -198,13 +198,21 @@ def test_the_arithmetic_of_a_batch_is_said() -> None:
 
 
 def training_lines(
-    sizes: tuple[int, int], total: int, device: str = "cpu", launch: Launch = ALONE, **options: Any
+    sizes: tuple[int, int],
+    total: int,
+    device: str = "cpu",
+    launch: Launch = ALONE,
+    *,
+    trained: bool = True,
+    **options: Any,
 ) -> list[str]:
     config = Config().changed(max_length=2048, learning_rate=0.1, **options)
     batches = SimpleNamespace(
         loading=Loading(cast("Any", None)), arithmetic=BatchArithmetic(2, 4, 3), steps_per_epoch=8
     )
-    state = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+    model: Any = torch.nn.Linear(1, 1, dtype=getattr(torch, config.architecture.dtype))
+    model.config = SimpleNamespace(model_type="llama")
+    state = SimpleNamespace(model=model.requires_grad_(trained))
     parts: Any = SimpleNamespace(sizes=sizes, total_steps=total, batches=batches, state=state)
     accelerator = SimpleNamespace(device=torch.device(device))
     return describe_training(cast("Any", SimpleNamespace(config=config, accelerator=accelerator, launch=launch)), parts)
@@ -232,6 +240,15 @@ def test_what_is_said_of_model_and_batch() -> None:
     [model, batch] = training_lines((30_000, 3_000_000), 1)
     assert model == "model: llama, 3.00 M parameters (0.03 M trained, 1.00%), sequences of up to 2,048 tokens"
     assert batch.endswith("= 24 per step; 1 step (0.12 epochs)")
+
+
+def test_bf16_weights_that_lose_small_updates_are_told() -> None:
+    [*_, line] = training_lines((1, 1), 8, dtype="bfloat16")
+    lost = "dtype: bf16 weights lose small updates; "
+    assert line == lost + "--dtype float32, or --bf16_update stochastic with adamw, keeps them"
+    assert len(training_lines((1, 1), 8, dtype="bfloat16", bf16_update="kahan")) == 2
+    assert len(training_lines((1, 1), 8, dtype="bfloat16", optimizer_offload=True)) == 2
+    assert len(training_lines((1, 1), 8, dtype="bfloat16", trained=False)) == 2  # adapters' weights are fp32
 
 
 def test_a_warm_up_that_does_not_end_is_told_with_the_highest_rate() -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from train.config import Config, fields
 from train.data import PreparedData
@@ -97,6 +98,10 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
     idle = {"memory_snapshot": device != "cuda", "find_unused_parameters": how != "ddp"}
     idle["optimizer_offload"] = (device, run.config.architecture.dtype) == ("cpu", "float32")
     asked = [name for name, is_idle in idle.items() if is_idle and run.config.get(name)]
+    keeps = run.config.get("optimizer_offload") or run.config.get("bf16_update", "nearest") != "nearest"
+    if not keeps and any(p.dtype == torch.bfloat16 and p.requires_grad for p in parts.state.model.parameters()):
+        remedy = "--dtype float32, or --bf16_update stochastic with adamw, keeps them"
+        lines.append(f"dtype: bf16 weights lose small updates; {remedy}")
     return lines + [f"{name}: does nothing on {device.upper()} with {how}" for name in asked]
 
 
