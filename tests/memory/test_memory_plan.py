@@ -451,7 +451,7 @@ def test_each_line_of_progress_says_what_is_tried() -> None:
     said = list[str]()
     make_plan(question(24, world_size=2), Predictions(Synthetic(), lambda number, step: said.append(step)))
     assert said[0] == "1 × 8,192 tokens, checkpointing none, precision bf16, loss chunked, ddp"
-    assert len(set(said)) == len(said) > 5
+    assert len(set(said)) == len(said) >= 5
 
 
 # ---- from configuration and device to job ----------------------------------------------------------------------------

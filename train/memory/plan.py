@@ -4,7 +4,6 @@ A prediction takes seconds, so the search skips settings that others already dec
 and shrinks with recomputation, and recomputation costs time.
 """
 
-import itertools
 import json
 import math
 from bisect import insort
@@ -116,24 +115,24 @@ class Search:
         """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""
         for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
-            base, done = self._base(sharding), list[tuple[int, int, list[Outcome]]]()
-            # The loss that needs less first: the other one fits no larger micro-batch.
-            for row, column in itertools.product(range(len(ways)), reversed(range(len(self._losses)))):
-                faster = [tried for r, c, tried in done if r <= row and c <= column]
-                if any(self._is_at_floor(best, tried) for tried in faster):
-                    continue
-                # What a faster technique fits gains nothing here; what a smaller one does not fit is too much.
-                smaller = [tried for r, c, tried in done if r >= row and c >= column]
-                low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
-                too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
-                sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
-                if tried := self._grown(replace(base, loss=self._losses[column]).recomputing(ways[row]), sizes):
-                    done.append((row, column, tried))
-                for outcome in (outcome for outcome in tried if outcome.fits):
-                    if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):
-                        best, gain = outcome, EQUALLY_FAST
-            if any(self._is_at_floor(best, tried) for row, column, tried in done if row == column == 0):
-                break  # no other can be faster, whatever memory there is
+            base, left = self._base(sharding), dict.fromkeys(self._losses, self._sizes)
+            for way in ways:
+                too_large = math.inf
+                for loss in reversed(self._losses):  # the one that needs less first: the other fits no larger size
+                    sizes = [size for size in left[loss] if size < too_large]
+                    tried = self._grown(replace(base, loss=loss).recomputing(way), sizes)
+                    fits = [outcome for outcome in tried if outcome.fits]
+                    for outcome in fits:
+                        if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):
+                            best, gain = outcome, EQUALLY_FAST
+                    # A slower way gains only by micro-batches that this one does not fit, if they gain anything.
+                    largest = max((outcome.setting.micro_batch_size for outcome in fits), default=0)
+                    gains_nothing = largest == self._sizes[-1] or _larger_gain_nothing(tried)
+                    left[loss] = [] if gains_nothing else [size for size in left[loss] if size > largest]
+                    if len(fits) < len(tried):
+                        too_large = tried[len(fits)].setting.micro_batch_size
+                if way == ways[0] and not left[self._losses[0]]:
+                    return best  # nothing is faster than this way and loss, whatever memory there is
         return best
 
     def _grown(self, technique: Setting, sizes: Sequence[int]) -> list[Outcome]:
@@ -141,11 +140,7 @@ class Search:
         tried: list[Outcome] = []
 
         def needs(size: int) -> int | None:
-            fitting = (outcome for outcome in tried if outcome.fits)
-            fastest = min(fitting, key=lambda outcome: outcome.seconds_per_token, default=None)
-            if self._is_at_floor(fastest, tried):
-                return None
-            if (outcome := self.try_(replace(technique, micro_batch_size=size))) is None:
+            if _larger_gain_nothing(tried) or not (outcome := self.try_(replace(technique, micro_batch_size=size))):
                 return None
             insort(tried, outcome, key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes
@@ -154,23 +149,20 @@ class Search:
             largest_fitting(sizes, needs, self.question.room_bytes, sizes[0])
         return tried
 
-    def _is_at_floor(self, outcome: Outcome | None, tried: Sequence[Outcome]) -> bool:
-        """Whether no micro-batch beats ``outcome`` with the technique that was ``tried``, smallest first.
 
-        An operator takes the longest of several times that are affine in the micro-batch. So the time of a step is
-        convex in it, and each example beyond two sizes costs at least as much as it did between them.
-        """
-        if outcome is None:
-            return False
-        last, floor = tried[-1], min(outcome.seconds_per_token for outcome in tried)
-        if last.setting.micro_batch_size != self._sizes[-1]:
-            if len(tried) < 2 or tried[-2].job.padded != last.job.padded:  # with a mask, other kernels run
-                return outcome.seconds_per_token <= 0.0
-            before = tried[-2]
-            rows = last.job.micro_batch_size - before.job.micro_batch_size
-            seconds = last.prediction.seconds - before.prediction.seconds
-            floor = max(0.0, min(floor, seconds / (rows * last.job.length)))
-        return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
+def _larger_gain_nothing(tried: Sequence[Outcome]) -> bool:
+    """Whether no micro-batch beats the fastest that fits of those that were ``tried`` of a technique, smallest first.
+
+    An operator takes the longest of several times that are affine in the micro-batch. So the time of a step is convex
+    in it, and each example beyond two sizes costs at least as much as it did between them.
+    """
+    if len(tried) < 2 or tried[-2].job.padded != tried[-1].job.padded:  # with a mask, other kernels run
+        return False
+    before, last = tried[-2:]
+    tokens = (last.job.micro_batch_size - before.job.micro_batch_size) * last.job.length
+    least = (last.prediction.seconds - before.prediction.seconds) / tokens
+    fitting = (outcome.seconds_per_token for outcome in tried if outcome.fits)
+    return min(fitting, default=math.inf) <= least * (1 + EQUALLY_FAST)
 
 
 def make_plan(question: Question, predictions: Predictions, is_open: bool = False) -> Plan:
