@@ -50,7 +50,7 @@ class ModelFlops(NamedTuple):
 def text_lengths(batch: MicroBatch) -> list[float]:
     """Tokens of each text: of documents in packed rows, by the mask, or the mean of rows, which are similarly long.
 
-    None where a decoder reads texts of its own, which a model's FLOPs do not know.
+    Empty where a decoder reads texts of its own, which a model's FLOPs do not know.
     """
     if "decoder_input_ids" in batch.inputs:
         return []

@@ -10,6 +10,7 @@ from datasets import Dataset, Features, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from train.extras.cache import generated
 from train.records import Corpus, UserError
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
@@ -26,8 +27,6 @@ def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
     if spec == "bytes":
         return build_tokenizer(spec, ())
-    from train.extras.cache import generated
-
     documents: Any = corpus.splits["train"]
     code = map(inspect.getsource, (build_tokenizer, _beginning))
     made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, *code

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, Features, Value
 
 from train.checkpoint import digest
@@ -231,9 +233,6 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
     """Rows, counted from 1, a few at a time."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     number = 0
     try:
         with pq.ParquetFile(path) as file:
