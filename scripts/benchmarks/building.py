@@ -208,29 +208,35 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     """The model in ``final/`` of a finished run, in evaluation mode, and its validation examples, of a causal task.
 
     Args:
-        words: flags that override those of the run.
+        words: flags that override those of the run; the weights are always those of ``final/``.
 
     Raises:
         UsageError: the task is not causal.
     """
+    from safetensors.torch import load_model
+
     from train.data import load_corpus, load_tokenizer
     from train.launch import Launch
     from train.model import build_model
     from train.records import UsageError
     from train.tasks import load_task, tokenize
 
-    final = str(folder / "final")
-    config = parsed_config(["--config", str(folder / "config.yaml"), "--model", final, *words])
+    final = folder / "final"
+    own = ["--config", str(folder / "config.yaml"), *words]
+    is_pretrained = (final / "config.json").exists()  # else a function's module, whose weights alone are there
+    config = parsed_config([*own, "--model", str(final)] if is_pretrained else own)
     run = silent_run(config, start_accelerator(config, Launch(), 1), without=["long_sequences"])
     task = load_task(config.data.task)(config)
     if not task.is_causal:
         raise UsageError(f"task: {task.name} predicts no next token, so it has no loss by position.")
-    corpus, tokenizer = load_corpus(run, task.labelled), load_tokenizer(final)
+    corpus, tokenizer = load_corpus(run, task.labelled), load_tokenizer(str(final))
     validation = corpus.splits["validation"]
     # Only held-out text is tokenised: of the rest one document stands for all.
     held_out = replace(corpus, splits={"train": validation.select(range(1)), "validation": validation})
-    model = build_model(run, type(task), tokenizer).model.to(run.accelerator.device)
-    return model.eval(), tokenize(held_out, task, tokenizer)["validation"]
+    model = build_model(run, type(task), tokenizer).model
+    if not is_pretrained:
+        load_model(model, final / "model.safetensors")
+    return model.to(run.accelerator.device).eval(), tokenize(held_out, task, tokenizer)["validation"]
 
 
 def token_losses(output: Any, labels: Tensor, positions: Tensor) -> Tensor:

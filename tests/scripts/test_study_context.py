@@ -92,6 +92,8 @@ def test_a_context_that_harms_is_called_a_problem() -> None:
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["context", "--run", str(tmp_path), "--output_dir", str(tmp_path / "out")]) == 2
     assert "there is no final/ in it" in capsys.readouterr().err
+    few = ["context", "--run", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--positions", "0"]
+    assert study.main(few) == 2 and "--positions" in capsys.readouterr().err
     with pytest.raises(Exception, match="--windows 64: give numbers from 1 to 62"):
         context.measured(Copier(8, VOCABULARY), periodic(2, 1)[:, :64], [64], 4)
 
@@ -107,6 +109,34 @@ def test_a_finished_run_is_studied(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(found["losses"]) == 4 and set(found["windows"]) == {str(found["length"] // n) for n in (2, 4)}
     page = (tmp_path / "out" / "index.html").read_text()
     assert "Loss by position" in page and "tokens between" in page and "mathdefault" not in page
+
+
+MODULE = """
+from torch import nn
+
+class Next(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+
+    def forward(self, input_ids):
+        return self.head(self.tokens(input_ids))
+"""
+
+
+def test_a_function_s_model_has_the_weights_that_were_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run, texts, source = (tmp_path / name for name in ("r.yaml", "run", "long.jsonl", "own.py"))
+    texts.write_text("".join(json.dumps({"text": "ab" * 200}) + "\n" for _ in range(9)))
+    source.write_text(MODULE)
+    recipe.write_text(f"dataset: {texts}\nmodel: {source}:Next\ntokenizer: bytes\nmax_length: 64\nmax_steps: 30\n")
+    flags = ["--learning_rate", "0.1", "--predict_memory", "False", "--output_dir", str(run)]
+    assert train(["--config", str(recipe), *flags]) == 0
+    words = ["--run", str(run), "--output_dir", str(tmp_path / "out"), "--rows", "4", "--positions", "1"]
+    assert study.main(["context", *words]) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "out" / "context.json").read_text())
+    assert max(map(max, found["losses"])) < 0.1  # random weights: 5.7
 
 
 # ---- faults planted in a model that can copy -------------------------------------------------------------------------

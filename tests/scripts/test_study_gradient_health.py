@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 from support import printed_and_imported, write_recipe
 
-from scripts.benchmarks import study
+from scripts.benchmarks import harness, study
 from scripts.benchmarks.study import gradient_health as health
-from scripts.benchmarks.study.trials import DIVERGED, DONE
+from scripts.benchmarks.study.trials import DIVERGED, DONE, REFUSED
 
 
 def row(step: int, norms: Sequence[float] = (1.0, 0.5, 2.0), **other: Any) -> dict[str, Any]:
@@ -38,16 +39,30 @@ NORMS = [100.0] * 10 + [0.5 + i / 100 for i in range(90)]
     ("bound", "said"),
     [
         (0.6, "max_grad_norm: 0.6 clips 88% of the steps: it sets the length of nearly every step"),
-        (1.0, "max_grad_norm: 1 clips 43% of the steps, more than outliers. max_grad_norm: 1.4 would clip 5%"),
+        (1.0, "max_grad_norm: 1 clips 43% of the steps, more than outliers. max_grad_norm: 1.35 would clip 4.4%"),
         (1.37, "max_grad_norm: 1.37 clips 2.2% of the steps: outliers only, as it should."),
         (5.0, "max_grad_norm: 5 clips none of these steps: it only guards against outliers."),
-        (None, "The norm is not clipped. max_grad_norm: 1.4 would clip 5% of these steps, the outliers."),
+        (None, "The norm is not clipped. max_grad_norm: 1.35 would clip 4.4% of these steps, the outliers."),
     ],
 )
 def test_advice_on_the_present_threshold(bound: float | None, said: str) -> None:
     first, second = health.clipping_advice(health.late(found(NORMS, ROWS)), bound)
     assert first.startswith("After the first steps the norm of the gradient is 0.945 at the median, 1.35 at the 95th")
     assert second.startswith(said)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 40, 99, 100])
+def test_the_bound_that_is_advised_clips_what_is_said_of_it(count: int) -> None:
+    norms = [1.4 + i * 0.0004 for i in range(count)]  # two digits would not tell them apart
+    assert health.share_above(norms, health.quantile(norms, 0.95)) == pytest.approx(count // 20 / count)
+    said = re.search(r"max_grad_norm: ([\d.]+) would clip ([\d.]+)%", health.clipping_advice(norms, None)[1])
+    assert said and 100 * health.share_above(norms, float(said[1])) == pytest.approx(float(said[2]), abs=0.05)
+    assert float(said[2]) <= 5
+
+
+def test_norms_that_are_two_quantiles_have_both_labels() -> None:
+    _, *rows = health.norm_rows(found([1.7] * 20, ROWS))
+    assert {cells[0]: cells[4] for cells in rows}["1.7"] == "50% are not above; 95% are not above; 99% are not above"
 
 
 def test_what_each_norm_would_have_clipped() -> None:
@@ -57,7 +72,7 @@ def test_what_each_norm_would_have_clipped() -> None:
     assert by_norm["1"] == ["49 %", "43.3 %", "0.93", "present"]
     assert by_norm["0.25"][:3] == ["100 %", "100 %", f"{sum(0.25 / n for n in NORMS[10:]) / 90:.2f}"]
     assert by_norm["10"] == ["10 %", "0 %", "1.00", ""]
-    assert by_norm["1.35"][3] == "95% are below"
+    assert by_norm["1.35"][3] == "95% are not above"
     assert health.norm_rows(found([None, None], ROWS)) == [titles]
 
 
@@ -97,6 +112,29 @@ def test_runs_of_other_seeds_that_lie_in_the_folder_do_not_count(tmp_path: Path)
         values = {"kind": "train", "step": 1, "grad_norm": float(seed)}
         (folder / "metrics.jsonl").write_text(json.dumps(values) + "\n")
     assert health.read(tmp_path, [10, 1])["norms"] == [[1.0], [10.0]]
+
+
+def test_the_log_of_an_earlier_run_is_not_taken_for_that_of_a_refused_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run-abc" / "seed-1" / "run"
+    folder.mkdir(parents=True)
+    rows = [{"kind": "health", **row(1)}, {"kind": "train", "step": 1, "grad_norm": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in rows))
+    refused = {"variant": "run", "seed": 1, "status": REFUSED, "reason": "lora_rank needs adapter."}
+    given = {"title": "Gradient health", "command": "gradient_health", "flags": {"seeds": [1]}, "outcomes": [refused]}
+    health.pages(tmp_path, {**harness.about(), **given})
+    page = (tmp_path / "gradient_health.md").read_text()
+    assert "Seed 1: refused: lora_rank needs adapter.\n" in page and "No step was measured" in page
+    assert "median" not in page
+
+
+@pytest.mark.parametrize("name", ["gradient_health", "learning_rate"])
+def test_flags_that_cannot_work_at_all_are_an_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [name, "--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out")]
+    assert study.main([*words, "--learning_rte", "3"]) == 2
+    assert "unknown flag --learning_rte. Did you mean --learning_rate?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_layers_have_a_row_each() -> None:

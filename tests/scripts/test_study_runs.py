@@ -48,6 +48,8 @@ def test_intervals_are_those_of_a_table_of_student() -> None:
     assert found.mean == 2.0 and found.high - 2 == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
     assert not trials.interval([1.0]).is_shown and not trials.interval([-1.0, 1.0]).is_shown
     assert trials.interval([1.0, 1.1, 1.05]).is_shown
+    for freedom, quantile in ((1, 12.706), (15, 2.131), (16, 2.1199), (20, 2.0860), (31, 2.0395), (120, 1.9799)):
+        assert trials.t95(freedom) == pytest.approx(quantile, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,28 @@ def test_curves_count_tokens_and_seconds_of_training() -> None:
     assert trials.reached(made, 1.5) is None
 
 
+def test_evaluations_between_and_before_lines_of_the_log_have_their_own_tokens_and_seconds() -> None:
+    """Their lines may also come before that of the training of the same step."""
+
+    def trained(step: int, seconds: float) -> dict[str, Any]:
+        return {"kind": "train", "step": step, "loss": 3.0, "seconds_per_step": seconds, "tokens_seen": 10 * step}
+
+    def evaluated(step: int) -> dict[str, Any]:
+        return {"kind": "evaluation", "step": step, "split": "validation", "loss": 2.0}
+
+    rows = [evaluated(1), trained(3, 1.0), evaluated(4), evaluated(6), trained(6, 2.0)]
+    assert trials.curves(rows)[1] == [[1, 10, 1.0, 2.0], [4, 40, 5.0, 2.0], [6, 60, 9.0, 2.0]]
+
+
 @pytest.mark.parametrize(
     ("errors", "kind"),
     [
+        ("error: step 7: wte.weight is not finite any more, so nothing is saved. Resume", DIVERGED),
+        ("error: step 7: the loss since step 5 is 90, usual is 3.", DIVERGED),
+        ("RuntimeWarning: overflow encountered in exp\nerror: runs/a: no space left on device", FAILED),
+        ("Traceback\nValueError: the definite article is infinite", FAILED),
+        ("out of memory in forward: the step is repeated\nerror: step 9: no finite gradient in 25 steps", DIVERGED),
+        ("Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.", OUT_OF_MEMORY),
         ("error: CUDA out of memory. Tried to allocate 20.00 GiB", OUT_OF_MEMORY),
         ("error: step 30: no finite gradient in 25 steps in a row", DIVERGED),
         ("Traceback\nKeyError: 'x'", FAILED),
@@ -120,6 +141,16 @@ def test_a_difference_is_said_only_where_the_seeds_support_it() -> None:
     assert titles[2] == "bits per byte" and [row[3] for row in rows] == ["", "-0.1", "none shown"]
 
 
+def test_a_variant_that_did_not_always_train_to_the_end_is_said_to_be_so() -> None:
+    base = [outcome("baseline", seed, value) for seed, value in enumerate([1.0, 2.0, 3.0])]
+    some = [outcome("a", seed, value) for seed, value in enumerate([0.5, 1.5])]
+    gone = Outcome("a", 2, DIVERGED, "no finite gradient")
+    first, _ = ablation.sentences(results(*base, *some, gone))
+    assert first.endswith("Only 2 of 3 seeds trained to the end with both.")
+    nothing, _ = ablation.sentences(results(Outcome("baseline", 1, DIVERGED, "no finite gradient"), *some))
+    assert nothing == "The baseline did not train to the end with any seed, so no variant is compared with it."
+
+
 def test_greater_is_better_where_it_is() -> None:
     assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "accuracy").startswith("better by 0.1")
     assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "loss").startswith("worse by 0.1")
@@ -127,12 +158,14 @@ def test_greater_is_better_where_it_is() -> None:
 
 
 def test_what_was_not_measured_stands_in_its_row() -> None:
-    there = outcome("baseline", 1, 1.0, evaluations=[[5, 50, 4.0, 2.0]])
+    there = outcome("baseline", 1, 1.0, evaluations=[[5, 50, 4.0, 2.0], [9, 90, 7.0, 1.8]])
     gone = Outcome("a", 1, OUT_OF_MEMORY, "20 GiB more")
     titles, first, second = ablation.rows(results(there, gone, target_loss=2.0))
     assert titles[7] == "until loss 2.0" and first[7] == "4.0 s" and second[8] == "out of memory: 20 GiB more"
     (_, first) = ablation.rows(results(there, target_loss=1.0))
     assert first[7] == "(1 of 1 not reached)"
+    (_, first) = ablation.rows(results(outcome("baseline", 1, 1.0, evaluations=[[9, 90, 7.0, 1.8]]), target_loss=2.0))
+    assert first[7] == "evaluated at the end alone"
 
 
 def test_rates_and_what_they_suggest() -> None:
@@ -145,6 +178,8 @@ def test_rates_and_what_they_suggest() -> None:
     assert "0.1 did not train to the end." in learning_rate.suggestion(found)
     assert learning_rate.rows(found)[3] == ["0.1", "", "diverged: no finite gradient"]
     assert "highest rate tried" in learning_rate.suggestion(results(*made))[1]
+    assert "give a lower --lowest" in learning_rate.suggestion(results(Outcome("0.1", 1, DIVERGED, "no")))[0]
+    assert "lowest" not in learning_rate.suggestion(results(Outcome("0.1", 1, FAILED, "no space left")))[0]
 
 
 def test_batches_of_any_size_see_the_same_examples(tmp_path: Path) -> None:
@@ -171,6 +206,11 @@ def test_batches_are_compared_at_equal_tokens() -> None:
     large = [outcome("8", s, 2.0 + s, evaluations=[[3, 100, 0.5, 2.5]]) for s in (1, 2)]
     _, first, second = batch_size.rows(results(*small, *large, target_loss=2.4))
     assert first[1] == "12" and first[5:8] == ["12", "100", "2.0 s"] and second[5:8] == ["not reached"] * 3
+    cut = Outcome("8", 3, DIVERGED, "no finite gradient")
+    best = [outcome("2, unscaled", 3, 4.0), *small]
+    said = batch_size.sentences(results(*best, *(outcome("8", s, 0.1) for s in (1, 2)), cut))
+    assert "lowest with a batch of 2, unscaled" in said[0]
+    assert said[1] == "Not compared, because some runs did not end: 8."
     said = batch_size.sentences(results(*small, *large))
     assert said[0] == "After the same tokens the loss is lowest with a batch of 2, unscaled: 5." and len(said) == 2
 
@@ -242,6 +282,47 @@ def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
     table = (kept / "ablation.md").read_text()
     assert "| ckpt | 2 |" in table and "(2 of 2 not reached)" in table and "equal with every seed" in table
     assert "lora_rank needs adapter" in (kept / "index.html").read_text()
+
+
+@pytest.mark.parametrize("given", ["--config {}", "--config={}"])
+def test_what_a_run_depends_on_names_it(given: str, tmp_path: Path) -> None:
+    recipe, source = write_recipe(tmp_path), tmp_path / "my_model.py"
+    source.write_text("def build(): ...")
+    words = [*given.format(recipe).split(), f"--model={source}:build"]
+
+    def key(variant: str = "a") -> str:
+        return trials.Trials(tmp_path, words)._key(trials.Trial(variant, 1, ()))
+
+    first = key()
+    assert key() == first != key("b")
+    source.write_text("def build(): return None")
+    assert (second := key()) != first
+    recipe.write_text(recipe.read_text().replace("n_layer: 2", "n_layer: 1"))
+    assert key() != second
+
+
+def test_a_loss_that_is_to_be_reached_is_looked_for_during_the_run(tmp_path: Path) -> None:
+    words = ["--config", str(write_recipe(tmp_path)), "--max_steps", "40"]
+    own = Namespace(toggle=["c:loss=chunked"], design="each", seeds=[1], target_loss=2.0)
+    assert [trial.flags for trial in ablation.trials_of(own, words)] == [
+        ("--eval_every_steps=4",),
+        ("--eval_every_steps=4", "--loss=chunked"),
+    ]
+    for more in (["--eval_every_steps", "20"], ["--eval_every_steps=2"]):  # asked for
+        assert ablation.trials_of(own, [*words, *more])[0].flags == ()
+    assert ablation.trials_of(Namespace(**{**vars(own), "target_loss": None}), words)[0].flags == ()
+
+
+@pytest.mark.slow
+def test_a_study_that_is_asked_to_stop_stops_its_run(tmp_path: Path) -> None:
+    words = command(tmp_path, "learning_rate", "--seeds", 1, "--max_steps", 100_000)
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(tmp_path.glob("out/*/seed-1/run/metrics.jsonl")):
+            time.sleep(0.1)
+        process.terminate()
+        _, said = process.communicate(timeout=120)
+    assert "run the same command again to continue" in said
+    assert list(tmp_path.glob("out/*/seed-1/run/checkpoints/step-*"))  # which a run writes as it ends
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from scripts.benchmarks import building
 from scripts.benchmarks.study.curves import variants_chart, write
 from scripts.benchmarks.study.trials import (
     DONE,
+    EVALUATIONS,
     Interval,
     Trial,
     conducted,
@@ -31,6 +32,7 @@ from scripts.benchmarks.study.trials import (
     parser_of,
     reached,
 )
+from train.config import parse
 from train.extras.selection import SMALLER_IS_BETTER
 from train.figures import count, duration, gib
 from train.records import UsageError
@@ -53,15 +55,20 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     toggles = dict(map(toggle_of, own.toggle))
     if len(toggles) < len(own.toggle):
         raise UsageError("--toggle: two toggles have the same name.")
-    building.parsed_config(words)
+    config = parse(list(words))
     for name, flags_of_it in toggles.items():
         try:
             building.parsed_config([*words, *flags_of_it])
         except UsageError as error:  # flags that do not go together are a result; a misspelt flag is an error
             if re.match("unknown |.* is not valid: ", str(error)):
                 raise UsageError(f"--toggle {name}: {error}") from None
+    common: tuple[str, ...] = ()
+    steps, every = config.optimization.max_steps, config.output.eval_every_steps
+    asked = any(word.startswith("--eval_every_steps") for word in words)
+    if own.target_loss is not None and steps and not asked and steps < EVALUATIONS * (every or steps):
+        common = (f"--eval_every_steps={max(1, steps // EVALUATIONS)}",)  # else the loss is seen at the end alone
     variants = variants_of(list(toggles), own.design).items()
-    flags = {name: tuple(flag for part in parts for flag in toggles[part]) for name, parts in variants}
+    flags = {name: (*common, *(flag for part in parts for flag in toggles[part])) for name, parts in variants}
     return [Trial(name, seed, flags[name]) for seed in own.seeds for name in flags]
 
 
@@ -105,14 +112,18 @@ def sentences(found: dict[str, Any]) -> list[str]:
     for variant in dict.fromkeys(o.variant for o in outcomes if o.variant != BASELINE):
         own, base = ({o.seed: o for o in done if o.variant == name} for name in (variant, BASELINE))
         seeds = sorted(own.keys() & base.keys())
+        if not base:
+            said = [f"The {BASELINE} did not train to the end with any seed, so no variant is compared with it."]
         if not seeds:
             continue
+        tried = len({outcome.seed for outcome in outcomes if outcome.variant == variant})
+        some = f" Only {len(seeds)} of {tried} seeds trained to the end with both." if len(seeds) < tried else ""
         memory = statistics.median((own[s].peak_bytes or 0) / (base[s].peak_bytes or 1) for s in seeds)
         speed = statistics.median((own[s].tokens_per_second or 0) / (base[s].tokens_per_second or 1) for s in seeds)
         name = done[0].metric_name
         said.append(
             f"{variant}: {memory:.2f} × the memory and {speed:.2f} × the tokens per second of the {BASELINE}; "
-            f"{name.replace('_', ' ')}: {difference_text(interval(paired(done, variant, BASELINE, name)), name)}."
+            f"{name.replace('_', ' ')}: {difference_text(interval(paired(done, variant, BASELINE, name)), name)}.{some}"
         )
     seeds = len({outcome.seed for outcome in outcomes})
     few = " A few seeds on one model say little: small differences stay hidden." if seeds < 10 else ""
@@ -154,11 +165,14 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         value, difference = interval([o.metrics[name] for o in done]), paired(outcomes, variant, BASELINE, name)
         half = f" ± {value.high - value.mean:.2g}" if value.count > 1 else ""
         against = "" if variant == BASELINE or not difference else _short(interval(difference))
-        times = [reached(outcome, target) for outcome in done] if target is not None else []
+        seen = [outcome for outcome in done if len(outcome.evaluations) > 1]
+        times = [reached(outcome, target) for outcome in seen] if target is not None else []
         known = [time for time in times if time is not None]
         until = f"{duration(statistics.median(time[1] for time in known))}" if known else ""
         if len(known) < len(times):
             until = f"{until} ({len(times) - len(known)} of {len(times)} not reached)".strip()
+        if target is not None and not seen:
+            until = "evaluated at the end alone"
         loss = interval([outcome.loss or 0.0 for outcome in done]).mean
         peak, speed = ([getattr(o, key) or 0 for o in done] for key in ("peak_bytes", "tokens_per_second"))
         middle = gib(statistics.median(peak)), count(statistics.median(speed))

@@ -21,7 +21,17 @@ from scripts.benchmarks import building
 from scripts.benchmarks.study import noise
 from scripts.benchmarks.study.charts import COLOURS, drawn_svg
 from scripts.benchmarks.study.curves import write
-from scripts.benchmarks.study.trials import DONE, Outcome, Trial, conducted, interval, outcomes_of, parser_of, reached
+from scripts.benchmarks.study.trials import (
+    DONE,
+    EVALUATIONS,
+    Outcome,
+    Trial,
+    conducted,
+    interval,
+    outcomes_of,
+    parser_of,
+    reached,
+)
 from train.extras.report.charts import Chart
 from train.figures import count, duration, gib
 from train.records import UsageError
@@ -33,7 +43,6 @@ if TYPE_CHECKING:
 
 SCALINGS = {"none": "unscaled", "sqrt": "√", "linear": "linear"}  # of the learning rate
 EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of the batch, by which the rate is multiplied
-EVALUATIONS = 10  # of each run, at equal shares of its tokens
 CLOSE_EVALUATIONS = 40  # where steps until a loss are compared
 
 
@@ -148,15 +157,19 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 def sentences(found: dict[str, Any]) -> list[str]:
     """What the figures say."""
-    done = {name: [o for o in own if o.status == DONE] for name, own in by_variant(found).items()}
-    losses = {name: statistics.fmean(o.loss or 0.0 for o in own) for name, own in done.items() if own}
+    every = by_variant(found)
+    done = {name: own for name, own in every.items() if all(outcome.status == DONE for outcome in own)}
+    losses = {name: statistics.fmean(o.loss or 0.0 for o in own) for name, own in done.items()}
     if not losses:
-        return ["No batch trained to the end."]
+        return ["No batch trained to the end with every seed."]
     best = min(losses, key=lambda name: losses[name])
     pairs = {name: _paired(done[name], done[best]) for name in losses if name != best}
     alike = [name for name, values in pairs.items() if len(values) > 1 and not interval(values).is_shown]
     said = [f"After the same tokens the loss is lowest with a batch of {best}: {losses[best]:.4g}."]
     said += [f"No difference is shown to {'; '.join(alike)}."] if alike else []
+    said += (
+        [f"Not compared, because some runs did not end: {'; '.join(cut)}."] if (cut := [*every.keys() - done]) else []
+    )
     seeds = len({outcome.seed for own in done.values() for outcome in own})
     few = "One seed cannot tell small differences from chance."
     said.append(few if seeds < 2 else f"{seeds} seeds; differences are taken seed by seed, with 95 % intervals.")

@@ -22,7 +22,7 @@ from scripts.benchmarks.study.curves import write
 from scripts.benchmarks.study.trials import Interval, interval
 from train.config import argument
 from train.extras.report.charts import Chart
-from train.memory.__main__ import Parser
+from train.memory.__main__ import Parser, positive
 from train.records import UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="a finished run's folder")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="of the results")
     parser.add_argument("--windows", nargs="+", type=int, metavar="K", help="last tokens (default: ¼ and ½ of all)")
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="of validation data (default: 32)")
-    parser.add_argument("--positions", type=int, default=32, metavar="N", help="in each row (default: 32)")
+    parser.add_argument("--rows", type=positive, default=32, metavar="N", help="of validation data (default: 32)")
+    parser.add_argument("--positions", type=positive, default=32, metavar="N", help="in each row (default: 32)")
 
     def study() -> None:
         own, words = parser.parse_known_args(list(map(argument, arguments)))
@@ -189,7 +189,9 @@ def reach_of(found: dict[str, Any]) -> int | None:
 
 def rise_of(found: dict[str, Any]) -> Interval:
     """How much higher the loss is in the last quarter of the positions than in the second, over rows."""
-    losses, quarter = found["losses"], max(1, len(found["positions"]) // 4)
+    losses, quarter = found["losses"], len(found["positions"]) // 4
+    if not quarter:
+        return interval([0.0])
     return interval([statistics.fmean(row[-quarter:]) - statistics.fmean(row[quarter : 2 * quarter]) for row in losses])
 
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmarks import building
 from scripts.benchmarks.study.charts import COLOURS, drawn_svg
 from scripts.benchmarks.study.curves import write
-from scripts.benchmarks.study.trials import DONE, Trial, conducted, outcomes_of, parser_of
+from scripts.benchmarks.study.trials import DONE, REFUSED, Trial, conducted, outcomes_of, parser_of
 from train.config import read_recipe
 from train.extras.gradients.problems import Problem, problems_in
 from train.extras.report.charts import FIRST, MUTED, SECOND, WARN, Chart
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> int:
 def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     """One run for each seed; the log has the norm of every step."""
     flags = ("--gradient_health=True", f"--gradient_health_every_steps={own.every}", "--log_every_steps=1")
+    building.parsed_config([*words, *flags])  # what cannot run at all is an error, not a result
     return [Trial("run", seed, flags) for seed in own.seeds]
 
 
@@ -84,7 +86,13 @@ def late(found: Mapping[str, Any]) -> list[float]:
 def quantile(values: Iterable[float], share: float) -> float:
     """The smallest value that at most ``1 - share`` of all are above."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
+
+
+def rounded_up(value: float) -> float:
+    """The smallest number of three digits that is not below ``value``."""
+    unit = 10.0 ** (2 - math.floor(math.log10(value))) if value > 0 else 1.0
+    return math.ceil(value * unit - 1e-9) / unit
 
 
 def share_above(values: Sequence[float], bound: float) -> float:
@@ -109,7 +117,11 @@ def outside(shares: Mapping[int, float], scale_exponent: int) -> tuple[float, fl
 def sentences(found: dict[str, Any]) -> list[str]:
     """What the figures say."""
     rows, norms = found["rows"], late(found)
-    ended = [f"Seed {o.seed}: {o.status}: {o.reason}." for o in outcomes_of(found) if o.status != DONE]
+    ended = [
+        f"Seed {o.seed}: {o.status}: {(o.reason or '').removesuffix('.')}."
+        for o in outcomes_of(found)
+        if o.status != DONE
+    ]
     if not rows or not norms:
         return [*ended, "No step was measured: look at errors.txt of the run."]
     seen = [f"From step {step} on: {problem}" for step, problem in first_seen(rows)]
@@ -135,7 +147,8 @@ def clipping_advice(norms: Sequence[float], bound: float | None) -> list[str]:
         f"After the first steps the norm of the gradient is {middle:.3g} at the median, {high:.3g} at the 95th "
         f"percentile and {highest:.3g} at most."
     ]
-    advice = f"max_grad_norm: {high:.2g} would clip {RARE:.0%} of these steps, the outliers."
+    shown = rounded_up(high)
+    advice = f"max_grad_norm: {shown:g} would clip {share_above(norms, shown):.1%} of these steps, the outliers."
     if bound is None:
         said.append(f"The norm is not clipped. {advice}" + (" There are some." if highest > 5 * middle else ""))
     elif (share := share_above(norms, bound)) > 0.5:
@@ -164,9 +177,10 @@ def norm_rows(found: Mapping[str, Any]) -> list[list[str]]:
     """What clipping to each norm would have clipped; the first row has the titles."""
     every = [norm for norms in found["norms"] for norm in norms if norm is not None]
     norms, bound = late(found), found["max_grad_norm"]
-    special: dict[float, str] = {
-        quantile(norms, share): f"{share:.0%} are below" for share in (0.5, 0.95, 0.99) if norms
-    }
+    special: dict[float, str] = {}
+    for share in (0.5, 0.95, 0.99) if norms else ():
+        place = quantile(norms, share)
+        special[place] = "; ".join(filter(None, (special.get(place), f"{share:.0%} are not above")))
     made = [["norm", "steps clipped", "after the first tenth", "mean length that is left", ""]]
     thresholds: list[float] = sorted({*NORMS, *special, *([bound] if bound else [])})
     for threshold in thresholds if norms else []:
@@ -205,7 +219,8 @@ def layer_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def pages(folder: Path, found: dict[str, Any]) -> None:
     """Writes the results; ``found`` without the runs' rows is completed from their logs in ``folder``."""
-    found = {**read(folder, found["flags"]["seeds"]), **found}
+    made = [outcome.seed for outcome in outcomes_of(found) if outcome.status != REFUSED]  # else the logs are of others
+    found = {**read(folder, made), **found}
     tables = {
         "Layers": layer_rows(found["rows"]),
         "What each norm would have clipped": norm_rows(found),

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmarks import building
 from scripts.benchmarks.study.charts import drawn_svg
 from scripts.benchmarks.study.curves import write
-from scripts.benchmarks.study.trials import DONE, Outcome, Trial, conducted, interval, parser_of
+from scripts.benchmarks.study.trials import DIVERGED, DONE, Outcome, Trial, conducted, interval, parser_of
 from train.extras.report.charts import FIRST, MUTED, Chart
 from train.records import UsageError
 
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
 
 def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     """Every rate with every seed."""
+    building.parsed_config(words)  # what cannot run at all is an error, not a result
     rates = [f"{rate:.3g}" for rate in rates_of(own.lowest, own.highest, own.per_decade)]
     return [Trial(rate, seed, (f"--learning_rate={rate}",)) for seed in own.seeds for rate in rates]
 
@@ -66,7 +68,10 @@ def suggestion(found: dict[str, Any]) -> list[str]:
     """The rate to start from, and how sure that is."""
     losses, every = {rate: own for rate, own in losses_of(found).items() if own}, sorted(losses_of(found))
     if not losses:
-        return ["No rate trained to the end: give a lower --lowest."]
+        has_diverged = any(values["status"] == DIVERGED for values in found["outcomes"])
+        return [
+            "No rate trained to the end" + (": give a lower --lowest." if has_diverged else ", for another reason.")
+        ]
     means = {rate: statistics.fmean(own) for rate, own in losses.items()}
     best = min(means, key=lambda rate: means[rate])
     said = [f"Start from {best:.3g}: its loss at the end is the lowest, {means[best]:.4g}."]

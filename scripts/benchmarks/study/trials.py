@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from scripts.benchmarks import building, harness
@@ -32,9 +33,11 @@ from train.memory.predict import Predictor, Target
 from train.records import EXIT_DONE, UserError
 
 DONE, REFUSED, OUT_OF_MEMORY, DIVERGED, FAILED = "done", "refused", "out of memory", "diverged", "failed"
+EVALUATIONS = 10  # of a run, where it matters when a loss is reached
 START_SECONDS = 12  # of a run, until its first step
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond them those of the normal are close.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom, and that of the normal distribution.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+Z95 = 1.95996
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,15 @@ def interval(values: Sequence[float]) -> Interval:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf, len(values))
-    quantile = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    half = t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values))
+
+
+def t95(freedom: int) -> float:
+    """Student's two-sided 95 % quantile; beyond the table by an expansion (Abramowitz and Stegun, 26.7.5)."""
+    if freedom <= len(T95):
+        return T95[freedom - 1]
+    return Z95 + (Z95**3 + Z95) / (4 * freedom) + (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / (96 * freedom**2)
 
 
 def paired(outcomes: Iterable[Outcome], variant: str, reference: str, name: str) -> list[float]:
@@ -149,6 +158,7 @@ def conducted(
     """
 
     def study() -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the run at work would outlive the study
         own, words = parser.parse_known_args(list(map(argument, arguments)))
         trials, runs = trials_of(own, words), Trials(own.output_dir, words)
         print("\n".join(runs.plan(trials)), flush=True)
@@ -246,8 +256,15 @@ class Trials:
         return outcome if outcome.key == self._key(trial) and outcome.status != FAILED else None
 
     def _key(self, trial: Trial) -> str:
-        recipes = [Path(word) for word in self._words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
-        text = [recipe.read_text(encoding="utf-8") for recipe in recipes]
+        """A digest of all that the figures depend on: the text of recipes, and of files with functions, is part of it.
+
+        What those files import, and documents, are not.
+        """
+        recipes = [Path(word.rpartition("=")[2]) for word in self._words if word.endswith((".yaml", ".yml"))]
+        text = [recipe.read_text(encoding="utf-8") for recipe in recipes if recipe.is_file()]
+        functions = re.findall(r"([^\s=:'\"]+):[^\W\d]\w*", "\n".join([*self._words, *trial.flags, *text]))
+        modules = [Path(name if name.endswith(".py") else name.replace(".", "/") + ".py") for name in functions]
+        text += [module.read_text(encoding="utf-8") for module in modules if module.is_file()]
         return hashlib.sha256(repr((self._words, trial, text, self._versions)).encode()).hexdigest()[:20]
 
     def _made(self, trial: Trial) -> Outcome:
@@ -303,16 +320,20 @@ class Trials:
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[float]], list[list[float]]]:
     """Training losses and evaluations of a log: see :class:`Outcome`."""
-    losses, evaluations, tokens, seconds, before = [], [], 0, 0.0, 0
-    for row in rows:
-        if row["kind"] == "train":
-            seconds += (row["seconds_per_step"] or 0.0) * (row["step"] - before)
-            tokens, before = row["tokens_seen"], row["step"]
-            if row["loss"] is not None:
-                losses.append([row["step"], row["loss"]])
-        elif row["kind"] == "evaluation" and row.get("split") == "validation" and row.get("loss") is not None:
-            evaluations.append([row["step"], tokens, seconds, row["loss"]])
-    return losses, evaluations
+    rows = list(rows)
+    trained = [row for row in rows if row["kind"] == "train"]
+    steps, tokens, seconds = [0], [0], [0.0]
+    for row in trained:
+        seconds.append(seconds[-1] + (row["seconds_per_step"] or 0.0) * (row["step"] - steps[-1]))
+        steps.append(row["step"])
+        tokens.append(row["tokens_seen"])
+    evaluations = [
+        # A line of the log may come after the evaluation of its step, and evaluations lie between lines.
+        [row["step"], *(float(np.interp(row["step"], steps, of)) for of in (tokens, seconds)), row["loss"]]
+        for row in rows
+        if row["kind"] == "evaluation" and row.get("split") == "validation" and row.get("loss") is not None
+    ]
+    return [[row["step"], row["loss"]] for row in trained if row["loss"] is not None], evaluations
 
 
 def noise_scales(rows: Iterable[Mapping[str, Any]]) -> list[list[float]]:
@@ -327,12 +348,13 @@ def reached(outcome: Outcome, target_loss: float) -> tuple[float, float] | None:
 
 
 def kind_of(errors: str) -> str:
-    """What ended a run, by what it said."""
+    """What ended a run, by the last thing it said: before, it may have recovered from something else."""
     from train.extras.oom import parse_oom
 
-    if "out of memory" in errors.lower() or parse_oom(errors) is not None:
+    said = reason_of(errors, 0)
+    if "out of memory" in said.lower() or parse_oom(said) is not None:
         return OUT_OF_MEMORY
-    return DIVERGED if re.search(r"finite|overflow|the loss since step", errors) else FAILED
+    return DIVERGED if re.search(r"\b(not finite|no finite|the loss since step)\b", said) else FAILED
 
 
 def reason_of(errors: str, status: int) -> str:
