@@ -30,7 +30,7 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
-    optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
+    optim, output = run.config.optimization, run.config.output
     saved, last_step = progress, dict[str, Any]()
     unlogged = list[tuple[StepOutcome, float]]()  # steps that no line of the log covers yet, with their seconds
 
@@ -44,56 +44,60 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
 
     # First the evaluation that was due when the run was stopped. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
+    steps, done = endless_steps(run, parts, progress, save), is_done(run, parts, progress)
     started = time.perf_counter()
-    while not stops and not is_done(run, total_steps, progress):
-        steps = fetched(run, parts.batches.steps(progress.epoch, progress.step_in_epoch), save)
-        for micro_batches in steps:
-            # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
-            # share tensors compute the same activations, and have to drop the same of them.
-            seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
-            rate = learning_rate_at(progress.step, total_steps, optim)
-            set_learning_rate(parts.optimizer, rate, optim)
-            try:
-                with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
-                    outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
-            except StepError as error:
-                if error.weights_intact:  # nothing of the steps before is lost
-                    save(wait=True, only_new=True)
-                raise
-            unlogged.append((outcome, seconds := time.perf_counter() - started))
-            progress = advance(progress, outcome, seconds)
-            run.outputs.tick(progress.step)
-            if outcome.skipped:
-                run.extras.each("skipped", run, progress, outcome, micro_batches)
+    while not (stops or done):
+        epoch, step_in_epoch, micro_batches = next(steps)
+        progress = replace(progress, epoch=epoch, step_in_epoch=step_in_epoch)
+        # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
+        # share tensors compute the same activations, and have to drop the same of them.
+        seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
+        rate = learning_rate_at(progress.step, parts.total_steps, optim)
+        set_learning_rate(parts.optimizer, rate, optim)
+        try:
+            with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
+                outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
+        except StepError as error:
+            if error.weights_intact:  # nothing of the steps before is lost
+                save(wait=True, only_new=True)
+            raise
+        unlogged.append((outcome, seconds := time.perf_counter() - started))
+        progress = advance(progress, outcome, seconds)
+        run.outputs.tick(progress.step)
+        if outcome.skipped:
+            run.extras.each("skipped", run, progress, outcome, micro_batches)
 
-            # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
-            # the run is saved only if the evaluation ended it, or found a new best that is not on the disk yet.
-            length = max(batch.shape[1] for batch in micro_batches)
-            last_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
-            is_last, stops = progress.step >= total_steps, outcome.stop_requested
-            if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
-                save(wait=ends)
-            elif is_due(output.log_every_steps, progress):
-                progress, unlogged = log(run, progress, unlogged, last_step), []
-            if is_last or not stops:  # a run that is asked to stop evaluates after it resumes
-                progress, stops = evaluate_if_due(run, parts, progress)
-            done = is_done(run, total_steps, progress)
-            if (not ends and (done or stops)) or progress.best_step == progress.step > saved.step:
-                save(wait=done or stops)
-            started = time.perf_counter()  # evaluating and saving do not count as training
-            if done or stops:
-                break
-        else:
-            progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
+        # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
+        # the run is saved only if the evaluation ended it, or found a new best that is not on the disk yet.
+        length = max(batch.shape[1] for batch in micro_batches)
+        last_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
+        is_last, stops = progress.step >= parts.total_steps, outcome.stop_requested
+        if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
+            save(wait=ends)
+        elif is_due(output.log_every_steps, progress):
+            progress, unlogged = log(run, progress, unlogged, last_step), []
+        if is_last or not stops:  # a run that is asked to stop evaluates after it resumes
+            progress, stops = evaluate_if_due(run, parts, progress)
+        done = is_done(run, parts, progress)
+        if (not ends and (done or stops)) or progress.best_step == progress.step > saved.step:
+            save(wait=done or stops)
+        started = time.perf_counter()  # evaluating and saving do not count as training
     if stops:  # before ``steps`` closes: ending the processes that load batches may take longer than a launcher waits
         run.extras.each("stopped", run, progress.step)
     return progress
 
 
-def fetched(run: Run, steps: Iterator[Any], save: Callable[..., None]) -> Iterator[Any]:
-    """``steps``; if a batch cannot be made, those before are saved, where one process can do it: saving needs all."""
+def endless_steps(run: Run, parts: Parts, progress: Progress, save: Callable[..., None]) -> Iterator[Any]:
+    """Every step after ``progress``, epoch after epoch: the epoch, the step's number in it, and its micro-batches.
+
+    If a batch cannot be made, the steps before are saved, where one process can do it: saving needs all.
+    """
+    epoch, first = progress.epoch, progress.step_in_epoch
     try:
-        yield from steps
+        while True:
+            for number, micro_batches in enumerate(parts.batches.steps(epoch, first), first):
+                yield epoch, number, micro_batches
+            epoch, first = epoch + 1, 0
     except Exception:
         if run.launch.world_size == 1:
             save(wait=True, only_new=True)
@@ -105,9 +109,9 @@ def is_due(every: int | None, progress: Progress) -> bool:
     return every is not None and progress.step % every == 0
 
 
-def is_done(run: Run, total_steps: int, progress: Progress) -> bool:
+def is_done(run: Run, parts: Parts, progress: Progress) -> bool:
     """Whether the last step is made, or an extra wants no further one."""
-    return progress.step >= total_steps or any(run.extras.each("ends_early", run, progress))
+    return progress.step >= parts.total_steps or any(run.extras.each("ends_early", run, progress))
 
 
 def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:

@@ -121,7 +121,7 @@ def train(run: records.Run) -> int:
     parts = records.Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
     hooks.each("ready", run, parts)
     progress = outputs.resume(run, state)
-    if is_done(run, total_steps, progress) and outputs.is_written(run, progress):
+    if is_done(run, parts, progress) and outputs.is_written(run, progress):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)
     hooks.each("before_training", run, parts)
@@ -129,7 +129,7 @@ def train(run: records.Run) -> int:
     outputs.bar.close()
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress) if is_done(run, total_steps, progress) else records.EXIT_STOPPED
+    return finish(run, parts, progress) if is_done(run, parts, progress) else records.EXIT_STOPPED
 
 
 def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -> int:
