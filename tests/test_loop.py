@@ -22,6 +22,7 @@ from test_step import TinyModel, batch, rows
 from train import loop
 from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras, join
+from train.extras.endurance import DivergenceError
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
 from train.launch import Launch
@@ -29,7 +30,6 @@ from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
 from train.records import (
-    DivergenceError,
     Evaluation,
     MicroBatch,
     Parts,

@@ -9,20 +9,20 @@ import torch
 
 from train.evaluation import evaluate
 from train.optim import learning_rate_at, set_learning_rate
-from train.records import DivergenceError, Parts, Progress, Run, StepError, StepOutcome, StopAtOnce
+from train.records import Parts, Progress, Run, StepError, StepOutcome, StopAtOnce, UserError
 from train.step import seed_step
 
 
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step fails (those before are saved if weights are intact), DivergenceError if an extra does.
+    Raises StepError if a step fails (those before are saved if weights are intact), UserError if an extra does.
     """
     while True:
         try:
             return train_steps(run, parts, progress)
-        except DivergenceError as error:
-            # An extra may go back to a checkpoint from before, and past the data that led here.
+        except UserError as error:
+            # Where training has diverged, an extra may go back to a checkpoint from before, and past this data.
             if (restored := run.extras.first("diverged", run, parts.state, error)) is None:
                 raise
             progress = restored
@@ -142,7 +142,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
 
 
 def log(run: Run, progress: Progress, unlogged: Sequence[tuple[StepOutcome, float]], last: dict[str, Any]) -> Progress:
-    """Records the figures of ``unlogged`` steps, each with its seconds; DivergenceError if the loss is far too high."""
+    """Records the figures of ``unlogged`` steps, each with its seconds; UserError if an extra says so."""
     outcomes, seconds = [outcome for outcome, _ in unlogged], sum(seconds for _, seconds in unlogged)
     # The loss of a step that was skipped, which may not be finite, would hide the others.
     used = [outcome for outcome in outcomes if not outcome.skipped]

@@ -51,15 +51,6 @@ class StepError(UserError):
     weights_intact = False  # whether weights and optimizer are, on every rank, as they were before the step
 
 
-class DivergenceError(UserError):
-    """The loss is far above the usual one, too many steps had no finite gradient, or weights are not finite."""
-
-    def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
-        """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""
-        super().__init__(message)
-        self.progress, self.sound_step = progress, sound_step
-
-
 class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it
     """Someone asked this process to stop in the middle of something that is not kept."""
 

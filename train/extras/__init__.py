@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from train.data import PreparedData
     from train.model import ModelWithLoss
     from train.outputs import Outputs
-    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome
+    from train.records import Corpus, Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome, UserError
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
@@ -153,10 +153,10 @@ class Extra:
         """A line of training figures is about to be written; may add some."""
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
-        """The mean loss since the step of the last line is known; may raise DivergenceError."""
+        """The mean loss since the step of the last line is known; may raise UserError, see diverged."""
 
     def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step had no finite gradient; may raise DivergenceError."""
+        """A step had no finite gradient; may raise UserError, see diverged."""
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A line of the log was written."""
@@ -182,8 +182,8 @@ class Extra:
     def final_step(self, run: Run, progress: Progress) -> int | None:
         """The step whose weights ``final/`` gets; None: the last."""
 
-    def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
-        """Where to continue after training has diverged; None: the run ends."""
+    def diverged(self, run: Run, state: TrainingState, error: UserError) -> Progress | None:
+        """Where to continue if ``error`` says that training has diverged; None: the run ends."""
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """Training is done, and ``state`` as the last step left it; ``final/`` comes next."""

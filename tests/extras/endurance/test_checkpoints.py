@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from train import checkpoint
 from train.extras import Extras
-from train.extras.endurance import checkpoints
+from train.extras.endurance import DivergenceError, checkpoints
 from train.extras.endurance.checkpoints import NO_ROOM, Saving
-from train.records import DivergenceError, Progress, Run, UserError
+from train.records import Progress, Run, UserError
 from train.state import TrainingState
 
 

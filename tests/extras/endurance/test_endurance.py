@@ -21,10 +21,10 @@ from accelerate.utils import DynamoBackend
 from train import checkpoint
 from train.config import Config, check
 from train.extras import Extras
-from train.extras.endurance import Extra, refuse_strangers, said_by
+from train.extras.endurance import DivergenceError, Extra, refuse_strangers, said_by
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
+from train.records import Progress, Run, StopAtOnce, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}

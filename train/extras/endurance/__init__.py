@@ -23,7 +23,7 @@ from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver, outlive_readers
 from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
-from train.records import DivergenceError, Progress, Run, StopAtOnce, UserError, exchange
+from train.records import Progress, Run, StopAtOnce, UserError, exchange
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,6 +57,15 @@ class Options:
     max_consecutive_nonfinite_steps: int = option(25, "Steps in a row without a finite gradient: divergence.", ge=1)
     loss_spike_factor: float | None = option(None, "A logged loss this many times the usual: divergence.", gt=1)
     max_rollbacks: int = option(0, "How often divergence goes back, skipping data.", ge=0, needs="save_every_steps")
+
+
+class DivergenceError(UserError):
+    """The loss is far above the usual one, too many steps had no finite gradient, or weights are not finite."""
+
+    def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
+        """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""
+        super().__init__(message)
+        self.progress, self.sound_step = progress, sound_step
 
 
 class Extra(extras.Extra):
@@ -196,10 +205,10 @@ class Extra(extras.Extra):
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
-    def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
+    def diverged(self, run: Run, state: TrainingState, error: UserError) -> Progress | None:
         from train.extras.endurance.checkpoints import go_back
 
-        if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
+        if not isinstance(error, DivergenceError) or error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
             return None
         self._saving.finish(run)
         return go_back(run, state, error)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from train import checkpoint
+from train.extras.endurance import DivergenceError
 from train.extras.endurance.lost_rank import in_background
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.figures import read_metrics
-from train.records import DivergenceError, Progress, Run, UserError, exchange
+from train.records import Progress, Run, UserError, exchange
 from train.state import Block, TrainingState
 
 COMPARED_EVERY_STEPS = 100  # replicas: often enough to lose little, seldom enough to cost nothing
