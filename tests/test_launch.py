@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from train.config import Config
 from train.data import PreparedData
 from train.launch import Launch, accelerator_options, read_launch, shard_by_layer
-from train.records import EXIT_ERROR, BatchArithmetic
+from train.records import EXIT_ERROR
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -51,7 +51,7 @@ def test_ranks_that_share_examples_are_neighbours() -> None:
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
     launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
     data: Any = PreparedData(*[None] * 3, examples={"train": None}, loading=None)  # pyright: ignore
-    batches = [data.training_batches(run_for(Config(), launch=launch), BatchArithmetic(1, 1, 2)) for launch in launches]
+    batches = [data.training_batches(run_for(Config(), launch=launch)) for launch in launches]
     assert [part.rank for part in batches] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {(launch.dp_size, launch.mp_size) for launch in launches} == {(2, 4)}
     assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config, load_function
-from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, column
+from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, arithmetic_of, column
 from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
 
@@ -28,11 +28,11 @@ class PreparedData:
     loading: Loading
     label_names: tuple[str, ...] = ()
 
-    def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
+    def training_batches(self, run: Run) -> Batches:
         """This rank's part of every step."""
-        examples, seed = self.examples["train"], run.config.optimization.seed
+        arithmetic, seed = arithmetic_of(run.config, run.launch.dp_size), run.config.optimization.seed
         part = run.launch.rank // run.launch.mp_size  # ranks that share a sequence or a model are neighbours
-        return Batches(examples, self.loading, arithmetic, part, seed)
+        return Batches(self.examples["train"], self.loading, arithmetic, part, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""

@@ -99,8 +99,7 @@ def train(run: records.Run) -> int:
     with hooks.inside("preparing"):
         data = prepare_data(run)
     run.config = outputs.config = hooks.pipe("change_config", run, run.config, data)
-    optim, arithmetic = run.config.optimization, records.arithmetic_of(run.config, run.launch.dp_size)
-    batches = data.training_batches(run, arithmetic)
+    optim, batches = run.config.optimization, data.training_batches(run)
     hooks.each("prepared", run, data, batches)
 
     # Model: built, changed by the extras, wrapped with its loss.

@@ -42,14 +42,13 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.state import TrainingState
     from train.step import Engine
 
-    arithmetic = arithmetic_of(config, 1)
-    accelerator = building.start_accelerator(config, Launch(), arithmetic.accumulation_steps)
+    accelerator = building.start_accelerator(config, Launch(), arithmetic_of(config, 1).accumulation_steps)
     run = building.silent_run(config, accelerator, without=("memory",))
     run.outputs = _watched_outputs(config, accelerator, tick)
     run.outputs.from_main(run.outputs.prepare)
     with run.extras.inside("open", config, run.launch, run.stop):
         data = _data(run, tokens)
-        batches = data.training_batches(run, arithmetic)
+        batches = data.training_batches(run)
         with_loss = ModelWithLoss(network, data.task)
         run.extras.each("change_loss", run, with_loss)
         sizes = parameter_counts(network)

@@ -32,7 +32,7 @@ from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
 from train.model import build_network
-from train.records import MicroBatch, Parts, Run, UserError, arithmetic_of, column
+from train.records import MicroBatch, Parts, Run, UserError, column
 from train.tasks import stored_config
 
 MARGIN_OF_FREE = 0.03  # share of the free memory that a chosen micro-batch leaves alone
@@ -50,7 +50,6 @@ class MemorySession:
     def _jobs(self, config: Config) -> list[Job]:
         """Steps of ``config`` with the longest examples of this run's data, and the evaluation of the longest."""
         run, data, tokenizer = replace(self._run, config=config), self._data, self._data.tokenizer
-        arithmetic = arithmetic_of(config, run.launch.dp_size)
         evaluated = _evaluated(run, data)
         sharding = "ddp" if run.launch.world_size > 1 else "none"
         if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
@@ -68,7 +67,7 @@ class MemorySession:
             eval_padded="attention_mask" in evaluated.inputs,
         )
         found = []
-        for batch in longest_of(data.training_batches(run, arithmetic)):
+        for batch in longest_of(data.training_batches(run)):
             (size, length), documents = batch.shape, getattr(batch.inputs.get("documents"), "lengths", ())
             shown: dict[str, Any] = {"micro_batch_size": size, "length": length, "documents": documents}
             shown |= {"padded": "attention_mask" in batch.inputs, "num_targets": batch.num_targets or None}
