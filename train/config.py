@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import math
 import operator
@@ -350,6 +351,16 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         give = "Give module:function, importable from the current folder, or file.py:function."
         raise UserError(f"{flag} {spec!r}: there is no such module or function. {give}")
     return function
+
+
+def call_function(spec: str, flag: str, config: Config) -> Any:
+    """Calls the function that ``spec`` names, with the configuration if it needs an argument; returns its result."""
+    function = load_function(spec, flag)
+    first = list(inspect.signature(function).parameters.values())[:1]  # or none
+    if any(p.name == "config" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in first):
+        return function(config=config)
+    by_position = [p for p in first if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return function(*(config for p in by_position if p.default is p.empty))
 
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # functions of operator, in words

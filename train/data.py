@@ -1,6 +1,5 @@
 """From the configuration to batches: documents, tokenizer, examples, and their order."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
-from train.config import Config, load_function
+from train.config import Config, call_function
 from train.records import SPLITS, BatchArithmetic, Corpus, MicroBatch, Run, UserError, arithmetic_of, column
 from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
@@ -73,16 +72,6 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     corpus = run.extras.first("documents", run.config, labelled)
     return corpus or corpus_of(call_function(run.config.data.dataset, "dataset", run.config), run.config)
-
-
-def call_function(spec: str, flag: str, config: Config) -> Any:
-    """Calls the function that ``spec`` names, with the configuration if it needs an argument; returns its result."""
-    function = load_function(spec, flag)
-    first = list(inspect.signature(function).parameters.values())[:1]  # or none
-    if any(p.name == "config" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in first):
-        return function(config=config)
-    by_position = [p for p in first if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return function(*(config for p in by_position if p.default is p.empty))
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:

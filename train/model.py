@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from train.data import call_function
+from train.config import call_function
 from train.records import IGNORE, Run, UserError, one_line
 from train.tasks import Scores, Task, model_config_of, num_ids, pad_token_id
 

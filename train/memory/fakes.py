@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedModel
 
-from train.data import call_function
+from train.config import call_function
 from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes

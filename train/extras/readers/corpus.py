@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from train.config import Config
-from train.data import call_function
+from train.config import Config, call_function
 from train.extras.readers import Source, is_saved, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
