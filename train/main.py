@@ -98,7 +98,7 @@ def train(run: records.Run) -> int:
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
     with hooks.inside("preparing"):
         data = prepare_data(run)
-    run.config = outputs.config = hooks.pipe("change_config", run, run.config, data)
+    run.config = hooks.pipe("change_config", run, run.config, data)
     optim, batches = run.config.optimization, data.training_batches(run)
     hooks.each("prepared", run, data, batches)
 

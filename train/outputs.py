@@ -104,7 +104,7 @@ class Outputs:
         """Training is about to start: keeps what belongs to this run, writes the configuration, opens the bar."""
         if self.is_main:
             self.discard_later(progress)
-            figures.write_whole(self.folder / "config.yaml", dump(self.config))
+            figures.write_whole(self.folder / "config.yaml", dump(run.config))
             size: Any = {"total": parts.total_steps, "initial": progress.step, "dynamic_ncols": True}
             self.bar = tqdm(**size, unit="step", smoothing=0.1)
         self.keep_log(progress)
