@@ -35,9 +35,9 @@ from train.records import (
     Parts,
     Progress,
     Run,
-    StepError,
     StepOutcome,
     StopAtOnce,
+    UserError,
 )
 from train.step import Engine, optimizer_step
 
@@ -315,7 +315,7 @@ class Failing(Engine):
 
     def step(self, model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False) -> StepOutcome:
         if micro_batches[0].example_ids == (20,):
-            error = StepError("it does not fit")
+            error = UserError("it does not fit")
             error.weights_intact = self.weights_intact
             raise error
         return super().step(model, optimizer, micro_batches, stop)
@@ -332,7 +332,7 @@ def test_a_step_that_fails_loses_none_of_those_before_it(
     engine = Failing(run.accelerator, run.config)
     engine.weights_intact = weights_intact
     monkeypatch.setattr(Recorder, "engine", engine)
-    with pytest.raises(StepError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         run.fit(5)
     assert [p.step for p in run.saved] == saved
 
@@ -341,7 +341,7 @@ def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch)
     """Also where their checkpoint is written already: a run that resumes from it does not make them again."""
     run = Recorder(config(log_every_steps=10, save_every_steps=2))
     monkeypatch.setattr(Recorder, "engine", Failing(run.accelerator, run.config))
-    with pytest.raises(StepError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         run.fit(5)
     assert run.steps_of("train") == [2]
 

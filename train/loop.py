@@ -9,14 +9,14 @@ import torch
 
 from train.evaluation import evaluate
 from train.optim import learning_rate_at, set_learning_rate
-from train.records import Parts, Progress, Run, StepError, StepOutcome, StopAtOnce, UserError
+from train.records import Parts, Progress, Run, StepOutcome, StopAtOnce, UserError
 from train.step import seed_step
 
 
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step fails (those before are saved if weights are intact), UserError if an extra does.
+    Raises UserError if a step fails (those before are saved if weights are intact), or an extra finds a reason.
     """
     while True:
         try:
@@ -57,7 +57,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
         try:
             with run.extras.inside("computing", "forward", micro_batches, progress.step + 1):
                 outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
-        except StepError as error:
+        except UserError as error:
             if error.weights_intact:  # nothing of the steps before is lost
                 save(wait=True, only_new=True)
             raise

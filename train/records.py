@@ -39,16 +39,13 @@ class UserError(Exception):
     """Something the person who started the run can fix: shown as one message, without a traceback."""
 
     exit_status = EXIT_ERROR
+    weights_intact = False  # of a step that failed: whether weights and optimizer are, on every rank, as before it
 
 
 class UsageError(UserError):
     """A wrong flag, key, value or combination, found before anything is loaded."""
 
     exit_status = EXIT_USAGE
-
-
-class StepError(UserError):
-    weights_intact = False  # whether weights and optimizer are, on every rank, as they were before the step
 
 
 class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.host_memory import is_out_of_memory
-from train.records import IGNORE, MicroBatch, StepError, StepOutcome, one_line
+from train.records import IGNORE, MicroBatch, StepOutcome, UserError, one_line
 from train.step import Engine, MicroBatches, count, seed_generators
 
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
@@ -35,7 +35,7 @@ class Fault:
     error: str  # the library's own words
 
 
-class OutOfMemoryError(StepError):
+class OutOfMemoryError(UserError):
     """A step that does not fit in memory, whatever was tried."""
 
     def __init__(self, fault: Fault) -> None:
