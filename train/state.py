@@ -141,14 +141,14 @@ class TrainingState:
         exchange(None)  # on a card other ranks have only queued their part, and must not end before it has run
         return whole
 
-    def write_final(self, folder: Path, keep: bool) -> nn.Module:
-        """Writes what ``final/`` has in addition to the weights; returns the model that they belong to."""
+    def plain_model(self, folder: Path, keep: bool) -> nn.Module:
+        """The model that the whole tensors belong to; one with adapters first writes these to ``folder``."""
         return self.model
 
     def save_pretrained(self, folder: Path, keep: bool) -> None:
         """Writes weights and configuration as ``from_pretrained`` wants them, on the rank that ``keep``s them."""
         weights = self.whole_tensors(keep)
-        model: Any = self.write_final(folder, keep)
+        model: Any = self.plain_model(folder, keep)
         if keep and hasattr(model, "_from_config"):  # of transformers
             from transformers.utils import logging
 

@@ -250,7 +250,7 @@ class AdapterState(TrainingState):
         # without what a layer in 4 bits adds to the names of a model
         return {name: tensor for name, tensor in whole.items() if ".weight." not in name}
 
-    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+    def plain_model(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
         # Without what peft adds to the name of a weight, and to that of an adapter inside the model
         added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
