@@ -20,7 +20,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     parts.model.eval()
     try:
         for batch in data.evaluation_batches(run, examples):
-            if may_stop and parts.engine.total((0, 0, 0, bool(run.stop)))[3]:
+            if may_stop and parts.engine.total((0, 0, 0, bool(run.stop)))[3]:  # the stop requests of all ranks
                 raise StopAtOnce
             rows += score(run, parts, batch)
         # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.

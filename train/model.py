@@ -79,7 +79,7 @@ def build_model(
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
     run.extras.each("change_model", run, network, task)
     # Around it: the loss, so that logits never leave the forward.
-    model = ModelWithLoss(network, task(run.config))
+    model = ModelWithLoss(network, task(run.config))  # not the data's task: that was made before auto was settled
     run.extras.each("change_loss", run, model)
     return model
 
