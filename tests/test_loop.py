@@ -337,6 +337,31 @@ def test_a_step_that_fails_loses_none_of_those_before_it(
     assert [p.step for p in run.saved] == saved
 
 
+class FailingInTheSecondEpoch(Engine):
+    """Fails at the fourth step, the first of its epoch."""
+
+    calls = 0
+
+    def step(self, model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False) -> StepOutcome:
+        self.calls += 1
+        if self.calls == 4:
+            error = UserError("it does not fit")
+            error.weights_intact = True
+            raise error
+        return super().step(model, optimizer, micro_batches, stop)
+
+
+def test_the_last_step_of_an_epoch_is_not_saved_twice_where_the_next_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it logged as one of the next epoch."""
+    for every, saved in ((3, [3]), (None, [3])):
+        run = Recorder(config(save_every_steps=every))
+        monkeypatch.setattr(Recorder, "engine", FailingInTheSecondEpoch(run.accelerator, run.config))
+        with pytest.raises(UserError, match="does not fit"):
+            run.fit(5)
+        assert [p.step for p in run.saved] == saved
+        assert [(step, values["epoch"]) for kind, step, values in run.lines if kind == "train"][-1] == (3, 0)
+
+
 def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where their checkpoint is written already: a run that resumes from it does not make them again."""
     run = Recorder(config(log_every_steps=10, save_every_steps=2))

@@ -48,7 +48,6 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     started = time.perf_counter()
     while not (stops or done):
         epoch, step_in_epoch, micro_batches = next(steps)
-        progress = replace(progress, epoch=epoch, step_in_epoch=step_in_epoch)
         # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
         # share tensors compute the same activations, and have to drop the same of them.
         seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
@@ -62,7 +61,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 save(wait=True, only_new=True)
             raise
         unlogged.append((outcome, seconds := time.perf_counter() - started))
-        progress = advance(progress, outcome, seconds)
+        progress = advance(replace(progress, epoch=epoch, step_in_epoch=step_in_epoch), outcome, seconds)
         run.outputs.tick(progress.step)
         if outcome.skipped:
             run.extras.each("skipped", run, progress, outcome, micro_batches)
