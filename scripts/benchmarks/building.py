@@ -7,6 +7,7 @@ their flags before torch is loaded.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,13 @@ def parsed_config(words: Sequence[str]) -> Config:
     from train.config import Output, parse
 
     return replace(parse(list(words)), output=Output())
+
+
+def texts_of_functions(*texts: str) -> list[str]:
+    """The sources of the functions that ``texts`` name as module:function or file.py:function, from this folder."""
+    names = re.findall(r"([^\s=:'\"]+):[^\W\d]\w*", "\n".join(texts))
+    files = [Path(name if name.endswith(".py") else name.replace(".", "/") + ".py") for name in names]
+    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
 
 
 def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:

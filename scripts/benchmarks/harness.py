@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def exit_status(action: Callable[[], None]) -> int:
     """Does something that can be continued, and says what stops it; the status (see ``train.records``)."""
     from train.records import EXIT_DONE, EXIT_INTERRUPTED, UserError
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else processes at work would outlive this one
     try:
         action()
     except UserError as error:

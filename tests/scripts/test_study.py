@@ -294,9 +294,9 @@ def test_the_sentences_say_what_the_figures_say() -> None:
         "tokens of a micro-batch, not how they are cut into sequences."
     )
     assert said[3] == (
-        "At 1,024 tokens a micro-batch of 4 instead of 1 takes 4.00 × the memory and brings 2.00 × the tokens per "
+        "At 1,024 tokens a micro-batch of 2 instead of 1 takes 1.96 × the memory and brings 1.25 × the tokens per "
         "second."
-    )
+    )  # that of 4 does not accumulate, so no gradients wait
     assert "from 0.50 GiB to 1.00 GiB and speed from 4.10k to 3.28k tokens per second" in said[4]
     assert said[5] == "Predicted and measured peak differ by 0.51 % at the median of 2 cells, by 1 % at most."
     assert said[6] == (
@@ -304,6 +304,51 @@ def test_the_sentences_say_what_the_figures_say() -> None:
         "because their tokens do not divide those of an update."
     )
     assert len(said) == 7
+
+
+def test_what_failed_is_not_said_to_be_too_large() -> None:
+    cells = [
+        cell("baseline", 1024, 1, 0.5, 1.0),
+        cell("baseline", 2048, 1, None, status=FAILED, reason="a bug"),
+        cell("checkpointing", 1024, 1, 0.4, 1.0),
+        cell("checkpointing", 2048, 1, 0.5, 1.0),
+    ]
+    said = findings(replace(planted(), cells=tuple(cells)))
+    assert "The longest length tried, 1,024 tokens, fits within 0.95 GiB with the baseline." in said
+
+
+def test_memory_of_weights_follows_no_tokens() -> None:
+    sizes = ((1024, 1, 1.60), (1024, 2, 1.61), (2048, 1, 1.61), (2048, 2, 1.62))
+    cells = [cell("baseline", length, size, gib, 1.0) for length, size, gib in sizes]
+    assert not any("memory follows" in text for text in findings(replace(planted(), cells=tuple(cells))))
+
+
+def test_a_study_without_a_measured_cell_has_a_page() -> None:
+    cells = [cell("baseline", 1024, 1, None, status=DOES_NOT_FIT, predicted_bytes=3 * GIB, reason="more")]
+    made = page(replace(planted(), cells=tuple(cells)))
+    assert "does not fit (3.00)" in made and "that was fastest at each length" not in made
+
+
+def test_a_cell_that_a_smaller_limit_has_stopped_is_tried_again_and_says_nothing_of_the_budget() -> None:
+    stopped = cell("baseline", 1024, 4, None, status=OUT_OF_MEMORY, predicted_bytes=GIB // 2, limit_bytes=GIB // 4)
+    assert (
+        run._may_fit_now(stopped, GIB) and run._may_fit_now(stopped, None) and not run._may_fit_now(stopped, GIB // 4)
+    )
+    [reach] = frontier([stopped], GIB)
+    assert (reach.micro_batch_size, reach.measured) == (4, False)
+    assert frontier([replace(stopped, limit_bytes=2 * GIB)], GIB) == []
+    assert not run._may_fit_now(replace(stopped, limit_bytes=None), GIB)  # on a card, or of an earlier version
+
+
+def test_a_changed_function_makes_other_cells(tmp_path: Path) -> None:
+    source = tmp_path / "net.py"
+    source.write_text("def build(): ...")
+    job = request.job_for(request.read_request(flags(tmp_path)), "baseline", 64, 1, 1)
+    job = replace(job, values={**job.values, "model": f"{source}:build"})
+    first = run.key_of(job, 1, 3, {})
+    assert run.key_of(job, 1, 3, {}) == first
+    source.write_text("def build(): return None")
+    assert run.key_of(job, 1, 3, {}) != first
 
 
 def test_the_shape_matters_where_peaks_differ() -> None:

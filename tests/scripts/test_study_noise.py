@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,22 @@ def test_the_page_says_how_far_off_it_is(steps: float, verdict: str) -> None:
     assert first[8:11] == ["250", str(steps), f"{100 * (250 / steps - 1):+.0f} %"]
     assert second[8:11] == ["100", "100", "+0 %"] and third[8:11] == ["", "", ""]
     said = batch_size.sentences(found)
-    assert said[-2].startswith("Gradient noise scale of the runs in batches of 8, until a loss of 2.0: 8 examples.")
-    assert verdict in said[-1] and said[-1].endswith("the aim of 15 %.")
+    assert said[-3].startswith("Gradient noise scale of the runs in batches of 8, until a loss of 2.0: 8 examples.")
+    assert verdict in said[-2] and said[-2].endswith("the aim of 15 %.")
+    assert said[-1] == "Batch 8 ran in smaller micro-batches: its peak and speed are not those of the others."
+
+
+def test_the_law_is_that_of_the_fastest_rate_of_its_batch() -> None:
+    rates = {"8, unscaled": 100, "8, √": 200, "8, linear": 300}
+    law, made = batch_size.predicted(results(*(outcome(n, s, scales=[[s, 8.0]]) for n, s in rates.items()))) or (0, [])
+    assert law and [(p.variant, p.error) for p in made] == [("8, unscaled", pytest.approx(0))]
+
+
+def test_a_seed_that_never_came_there_leaves_nothing_to_predict_from() -> None:
+    late = replace(outcome("8", 100, scales=[[100, 8.0]]), seed=2, evaluations=[[100, 1, 1.0, TARGET + 1]])
+    found = results(outcome("8", 100, scales=[[100, 8.0]]), late)
+    assert batch_size.predicted(found) is None
+    assert batch_size.sentences(found)[-1].startswith("Nothing is predicted: not every run of the batch")
 
 
 def test_a_study_without_the_flag_predicts_nothing() -> None:

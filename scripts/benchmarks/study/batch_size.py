@@ -79,7 +79,7 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
                 cells[name] = flags_of(config, size, reference * steps, scaling, own.noise_from)
     largest = max(own.sizes)
     for micro in own.micro_batch_sizes:
-        flags = flags_of(config, largest, reference * steps, own.scalings[0], own.noise_from)
+        flags = flags_of(config, largest, reference * steps, own.scalings[0])
         cells[f"{largest}, {SCALINGS[own.scalings[0]]}, micro-batch {micro}"] = (*flags, f"--micro_batch_size={micro}")
     return [Trial(name, seed, flags) for seed in own.seeds for name, flags in cells.items()]
 
@@ -120,8 +120,9 @@ def predicted(found: dict[str, Any]) -> tuple[noise.Law, list[noise.Prediction]]
     for name, outcomes in by_variant(found).items():
         if "micro-batch" not in name:
             rates.setdefault(int(name.partition(",")[0]), {})[name] = outcomes
-    own = [outcome for outcomes in rates.get(size, {}).values() for outcome in outcomes if outcome.status == DONE]
-    law = noise.mean_law(own, size, target)
+    laws = [noise.mean_law(outcomes, size, target) for outcomes in rates.get(size, {}).values()]
+    # Of several learning rates the fastest, as in what the law is compared with.
+    law = min(filter(None, laws), key=lambda law: law.steps(size), default=None)
     return law and (law, noise.predictions(law, rates, target))
 
 
@@ -174,7 +175,14 @@ def sentences(found: dict[str, Any]) -> list[str]:
     few = "One seed cannot tell small differences from chance."
     said.append(few if seeds < 2 else f"{seeds} seeds; differences are taken seed by seed, with 95 % intervals.")
     law = predicted(found)
-    return [*said, *(noise.sentences(*law, found["flags"]["target_loss"]) if law else [])]
+    if law:
+        said += noise.sentences(*law, found["flags"]["target_loss"])
+        said.append(
+            f"Batch {law[0].size} ran in smaller micro-batches: its peak and speed are not those of the others."
+        )
+    elif found["flags"].get("noise_from"):
+        said.append("Nothing is predicted: not every run of the batch to predict from came to the target loss.")
+    return said
 
 
 def _paired(own: Sequence[Outcome], other: Sequence[Outcome]) -> list[float]:

@@ -151,7 +151,9 @@ def predicted(
         def once(question: Question, **place: Any) -> dict[str, Any]:
             """Bytes and time of a micro-batch, or why there are none."""
             job = question.job(question.asked)
-            key = hashlib.sha256(json.dumps([asdict(job), versions, RULE], sort_keys=True).encode()).hexdigest()[:16]
+            text = json.dumps([asdict(job), versions, RULE], sort_keys=True)
+            text = "\n".join([text, *building.texts_of_functions(text)])
+            key = hashlib.sha256(text.encode()).hexdigest()[:16]
             if key not in known:
                 try:
                     outcome = outcome_of(question, predictions)

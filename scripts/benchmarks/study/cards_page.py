@@ -27,8 +27,10 @@ TOO_LARGE = "#eeeeee"
 NOTE = (
     "Colour: the smallest card on which a micro-batch fits; figures: GiB that torch has to reserve, with the kernels "
     "of an A100 (for a T4 the step is predicted in fp16 with its own), where a step accumulates several micro-batches: "
-    "gradients stay during the next. Predicted, not measured."
+    "gradients stay during the next (with an update in backward it does not). Predicted, not measured. Speeds are "
+    "roofline estimates with the first technique that fits, at about the largest micro-batch that does, or 64."
 )
+LARGEST = "Largest micro-batch of {} that fits on {}, by length"
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,13 @@ def room_bytes(device: Device) -> int:
 
 
 def largest(cells: Sequence[Cell], model: str, rung: str, length: int, device: Device, kernels: str) -> int:
-    """The largest micro-batch that fits on ``device``, interpolated between two that were predicted; 0: none."""
-    place = (model, rung, length, kernels)
-    row = {c.micro_batch_size: c.reserved_bytes for c in cells if (c.model, c.rung, c.length, c.kernels) == place}
-    room = room_bytes(device)
-    fits = [size for size, reserved in sorted(row.items()) if reserved is not None and reserved <= room]
-    if not fits:
-        return 0
-    low, low_bytes = fits[-1], row[fits[-1]] or 0
-    high = next((size for size in sorted(row) if size > low), None)
-    if high is None or (high_bytes := row[high]) is None:
-        return low
-    return low + int((room - low_bytes) / (high_bytes - low_bytes) * (high - low))
+    """The largest micro-batch of those predicted that fits on ``device``; 0: none.
+
+    Not interpolated: what a step reserves grows in leaps, so sizes between two that were predicted may not fit.
+    """
+    place, room = (model, rung, length, kernels), room_bytes(device)
+    row = [(c.micro_batch_size, c.reserved_bytes) for c in cells if (c.model, c.rung, c.length, c.kernels) == place]
+    return max((size for size, reserved in row if reserved is not None and reserved <= room), default=0)
 
 
 def smallest_card(cell: Cell, cards: Mapping[str, Device]) -> str | None:
@@ -103,8 +100,9 @@ def findings(found: Mapping[str, Any]) -> list[str]:
             for rung in dict.fromkeys(cell.rung for cell in cells if cell.model == model):
                 device, kernels = find_device(card), kernels_of(card)
                 sizes = {n: largest(cells, model, rung, n, device, kernels) for n in found["lengths"]}
-                longest[rung] = max((length for length, size in sizes.items() if size), default=0)
-            names = {rung: "without techniques" if rung == "nothing" else f"with {rung}" for rung in longest}
+                if all(c.reason is None for c in cells if (c.model, c.rung, c.kernels) == (model, rung, kernels)):
+                    longest[rung] = max((length for length, size in sizes.items() if size), default=0)
+            names = {rung: "without techniques" if rung == "nothing" else f"then with {rung}" for rung in longest}
             parts = [f"{f'{n:,} tokens' if n else 'nothing'} {names[rung]}" for rung, n in longest.items()]
             said.append(f"{model} on {card.upper()}: {'; '.join(parts) if any(longest.values()) else 'nothing fits'}.")
     return said
@@ -228,8 +226,8 @@ def tables(found: Mapping[str, Any], maps: Maps) -> dict[str, list[list[str]]]:
             ]
             speeds = [speed_of.get((card, model, n)) for n in maps.lengths]
             texts = [f"{count(s['tokens_per_second'])}" if s and s["tokens_per_second"] else "–" for s in speeds]
-            rows.append([model, "tokens/s, estimated", *texts])
-        made[title_of(device)] = rows
+            rows.append([model, "tokens/s with the first that fits, estimated", *texts])
+        made[LARGEST.format(", ".join(map(str, SIZES)), title_of(device))] = rows
     return made
 
 
@@ -239,7 +237,7 @@ def markdown(found: Mapping[str, Any], maps: Maps, said: Sequence[str]) -> str:
     lines += ["", NOTE, "", *(f"- {sentence}" for sentence in said), "", "![The cards](cards.png)", ""]
     for name, rows in tables(found, maps).items():
         align = "ll" + "r" * len(maps.lengths)
-        lines += [f"## Largest micro-batch on {name}, by length", "", *Table(rows[0], align).lines(rows[1:]), ""]
+        lines += [f"## {name}", "", *Table(rows[0], align).lines(rows[1:]), ""]
     lines += ["## Techniques", ""]
     lines += [f"- {name}: {_flags(changes)}" for name, changes in found["techniques"].items()]
     if maps.refusals:
@@ -259,7 +257,7 @@ def page(found: Mapping[str, Any], maps: Maps, said: Sequence[str]) -> str:
         head = "".join(f'<th scope="col">{escape(text)}</th>' for text in rows[0])
         body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows[1:])
         box = f'<div class="box"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        sections.append(section_html(f"Largest micro-batch on {escape(name)}, by length", box))
+        sections.append(section_html(escape(name), box))
     flags = {name: _flags(changes) for name, changes in found["techniques"].items()}
     sections += [section_html("Techniques", facts_html(flags))]
     refusals = "".join(f"<li>{escape(refusal)}</li>" for refusal in maps.refusals)

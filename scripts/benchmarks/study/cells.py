@@ -49,6 +49,13 @@ class Cell:
     num_parameters: int | None = None
     precision: str | None = None
 
+    limit_bytes: int | None = None
+    """On a CPU: the limit under which its process ran, and which may have stopped it."""
+
+    def is_known(self, budget_bytes: int) -> bool:
+        """Whether it tells if the step fits ``budget_bytes``: not if a smaller limit than that has stopped it."""
+        return self.status != OUT_OF_MEMORY or (self.limit_bytes is not None and self.limit_bytes < budget_bytes)
+
     @property
     def needed_bytes(self) -> int | None:
         """Measured bytes, else predicted ones, else None."""
@@ -145,7 +152,7 @@ def frontier(cells: Iterable[Cell], budget_bytes: int) -> list[Reach]:
 
 
 def _fits(cell: Cell, budget_bytes: int) -> bool:
-    return cell.status != OUT_OF_MEMORY and cell.needed_bytes is not None and cell.needed_bytes <= budget_bytes
+    return cell.is_known(budget_bytes) and cell.needed_bytes is not None and cell.needed_bytes <= budget_bytes
 
 
 class Results:

@@ -48,7 +48,8 @@ def frontier_chart(reaches: Sequence[Reach], techniques: Sequence[str], budget: 
 def charts(sweep: Sweep) -> list[Chart]:
     """Speed, and the prediction against the measurement if both are known."""
     compared = any(cell.error is not None for cell in sweep.measured)
-    return [_speed_chart(sweep), _accuracy_chart(sweep)] if compared else [_speed_chart(sweep)]
+    speed = [_speed_chart(sweep)] if sweep.measured else []
+    return [*speed, _accuracy_chart(sweep)] if compared else speed
 
 
 def _speed_chart(sweep: Sweep) -> Chart:

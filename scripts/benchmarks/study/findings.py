@@ -76,6 +76,8 @@ def _against(sweep: Sweep, reference: str, technique: str) -> str | None:
 def _longest(sweep: Sweep, reference: str) -> str | None:
     """How the longest length and the largest micro-batch within the budget grow."""
     reaches = frontier(sweep.cells, sweep.budget_bytes)
+    known = {cell.length for cell in sweep.cells if cell.technique == reference and cell.needed_bytes is not None}
+    reaches = [reach for reach in reaches if reach.length in known]  # where the reference failed, nothing grows
     longest = {
         name: max((r.length for r in reaches if r.technique == name and r.micro_batch_size), default=0)
         for name in sweep.techniques
@@ -121,6 +123,9 @@ def _shape_or_tokens(sweep: Sweep, reference: str) -> str | None:
     cells = sorted(cells, key=lambda cell: cell.length)
     peaks = [cell.peak_bytes or 0 for cell in cells]
     spread = max(peaks) / min(peaks) - 1
+    every = [cell.peak_bytes or 0 for group in by_tokens.values() for cell in group]
+    if max(every) / min(every) - 1 <= _NEARLY_EQUAL:
+        return None  # it follows neither: nearly all of it is weights
     shapes = _and([f"{cell.micro_batch_size} × {cell.length:,}" for cell in cells])
     sizes = _and([gib(peak) for peak in peaks])
     follows = (
@@ -133,7 +138,7 @@ def _shape_or_tokens(sweep: Sweep, reference: str) -> str | None:
 
 def _larger_batches(sweep: Sweep, reference: str) -> str | None:
     """What a larger micro-batch costs and gains at the shortest length."""
-    cells = [c for c in sweep.measured if c.technique == reference and c.length == min(sweep.lengths)]
+    cells = _alike([c for c in sweep.measured if c.technique == reference and c.length == min(sweep.lengths)])
     if len(cells) < 2:
         return None
     small, large = min(cells, key=lambda c: c.micro_batch_size), max(cells, key=lambda c: c.micro_batch_size)
@@ -145,10 +150,16 @@ def _larger_batches(sweep: Sweep, reference: str) -> str | None:
     )
 
 
+def _alike(cells: Sequence[Cell]) -> list[Cell]:
+    """Those that accumulate, whose gradients stay during the next micro-batch; all, where fewer than two do."""
+    accumulating = [cell for cell in cells if cell.accumulation_steps > 1]
+    return accumulating if len(accumulating) > 1 else list(cells)
+
+
 def _longer_sequences(sweep: Sweep, reference: str) -> str | None:
     """What length costs, one sequence at a time."""
     size = min(sweep.micro_batch_sizes)
-    cells = [c for c in sweep.measured if c.technique == reference and c.micro_batch_size == size]
+    cells = _alike([c for c in sweep.measured if c.technique == reference and c.micro_batch_size == size])
     if len(cells) < 2:
         return None
     short, long = min(cells, key=lambda c: c.length), max(cells, key=lambda c: c.length)

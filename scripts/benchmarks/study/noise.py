@@ -49,7 +49,7 @@ def steps_until(outcome: Outcome, target_loss: float) -> float | None:
     before: tuple[float, float] | None = None
     for step, _, _, loss in outcome.evaluations:
         if loss <= target_loss:
-            if before is None:
+            if before is None or not before[0]:
                 return step
             share = (before[1] - target_loss) / (before[1] - loss)
             return before[0] * (step / before[0]) ** share
@@ -78,9 +78,9 @@ def mean_age(step: float) -> float:
 
 
 def mean_law(outcomes: Sequence[Outcome], size: int, target_loss: float) -> Law | None:
-    """The mean over the seeds of one batch size that came to ``target_loss``; None without any."""
+    """The mean over the seeds of one variant; None unless all of them came to ``target_loss``."""
     laws = [law for outcome in outcomes if (law := law_of(outcome, size, target_loss)) is not None]
-    if not laws:
+    if not laws or len(laws) < len(outcomes):
         return None
     means = (statistics.fmean(getattr(law, name) for law in laws) for name in ("steps_min", "examples_min"))
     return Law(size, *means)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import harness
+from scripts.benchmarks import building, harness
 from scripts.benchmarks.study.cells import (
     DOES_NOT_FIT,
     FAILED,
@@ -32,7 +32,7 @@ from scripts.benchmarks.study.request import Request, job_for, pages_of, read_re
 from scripts.benchmarks.study.tables import markdown
 from train.figures import count, duration, gib
 from train.memory.predict import Job, Prediction, Predictor
-from train.records import UserError
+from train.records import UsageError, UserError
 
 FENCE = 1.25
 """Times the limit: a CPU cell that needs so much more than was predicted is stopped by its own allocator."""
@@ -52,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
 def sweep_of(words: list[str]) -> None:
     """Measures, or reads an earlier study, and writes the pages."""
     if (path := pages_of(words)) is not None:
-        folder, sweep = path.parent, sweep_from(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            folder, sweep = path.parent, sweep_from(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(f"--pages_of {path}: it is not the sweep.json of an earlier study.") from None
         write_pages(folder, sweep)
     else:
         request = read_request(words)
@@ -144,7 +147,9 @@ def _grid(
 
 
 def _may_fit_now(cell: Cell, limit_bytes: int | None) -> bool:
-    """Whether a cell that was not run because of an earlier limit is run with this one."""
+    """Whether a cell that was not run, or was stopped, because of an earlier limit is run with this one."""
+    if cell.status == OUT_OF_MEMORY and cell.limit_bytes is not None:
+        return limit_bytes is None or limit_bytes > cell.limit_bytes
     if cell.status != DOES_NOT_FIT:
         return False
     return limit_bytes is None or (cell.predicted_bytes or 0) <= limit_bytes
@@ -168,6 +173,7 @@ def _measured(request: Request, cell: Cell, job: Job, prediction: Prediction | U
     fence = None
     if request.target.device_type == "cpu" and request.limit_bytes is not None:
         fence = int(FENCE * request.limit_bytes)
+        cell = replace(cell, limit_bytes=request.limit_bytes)
     task = Task(cell.technique, job, cell.accumulation_steps, request.steps, request.seconds_per_cell, fence)
     values = processes.measure(task, 60 + CELL_TIMEOUT * request.seconds_per_cell)
     return replace(cell, **values)
@@ -219,7 +225,7 @@ def _beyond(
             ) -> int | None:
                 own = inside.get(size)
                 if own is not None and own.needed_bytes is not None:
-                    return None if own.status == OUT_OF_MEMORY else own.needed_bytes
+                    return own.needed_bytes if own.is_known(request.budget_bytes) else None
                 cell = predicted(technique, length, size)
                 found.append(cell)
                 return cell.predicted_bytes
@@ -239,8 +245,9 @@ def line(cell: Cell) -> str:
 
 
 def key_of(job: Job, accumulation: int, steps: int, machine: dict[str, Any]) -> str:
-    """A hash of all that a result depends on: settings, versions and hardware."""
+    """A hash of all that a result depends on: settings, files with functions, versions and hardware."""
     text = json.dumps([asdict(job), accumulation, steps, machine], sort_keys=True)
+    text = "\n".join([text, *building.texts_of_functions(text)])
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 

@@ -158,7 +158,6 @@ def conducted(
     """
 
     def study() -> None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the run at work would outlive the study
         own, words = parser.parse_known_args(list(map(argument, arguments)))
         trials, runs = trials_of(own, words), Trials(own.output_dir, words)
         print("\n".join(runs.plan(trials)), flush=True)
@@ -262,9 +261,7 @@ class Trials:
         """
         recipes = [Path(word.rpartition("=")[2]) for word in self._words if word.endswith((".yaml", ".yml"))]
         text = [recipe.read_text(encoding="utf-8") for recipe in recipes if recipe.is_file()]
-        functions = re.findall(r"([^\s=:'\"]+):[^\W\d]\w*", "\n".join([*self._words, *trial.flags, *text]))
-        modules = [Path(name if name.endswith(".py") else name.replace(".", "/") + ".py") for name in functions]
-        text += [module.read_text(encoding="utf-8") for module in modules if module.is_file()]
+        text += building.texts_of_functions(*self._words, *trial.flags, *text)
         return hashlib.sha256(repr((self._words, trial, text, self._versions)).encode()).hexdigest()[:20]
 
     def _made(self, trial: Trial) -> Outcome:
