@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.benchmarks import building, harness
 from scripts.benchmarks.harness import spread
 from scripts.benchmarks.variants import TOLERANCE, Measurement, Processes, Workload
+from train.figures import several
 
 RUNGS: dict[str, dict[str, Any]] = {
     "full checkpointing": {"gradient_checkpointing": "full", "loss": "full"},
@@ -136,15 +137,15 @@ TABLE = harness.Table(
 )
 
 
-def cells(name: str, row: dict[str, Any], reference_bytes: int) -> list[str]:
-    """A row of the table."""
+def cells(name: str, row: dict[str, Any], reference_bytes: int, rounds: int) -> list[str]:
+    """A row of the table; few rounds have no quartiles."""
     time, owner = row["time_ratio"], [whose for trainer, whose in OWNERS.items() if name.startswith(trainer)]
     return [
         f"{owner[0]} {name}, gradient_checkpointing" if owner else f"template, {name}",
         f"{row['peak_bytes'] / harness.MIB:,.0f}",
         f"{row['peak_bytes'] / reference_bytes:.2f}",
         f"{row['seconds_per_step']['median']:.2f}",
-        f"{time['median']:.2f} ({time['quartile_1']:.2f} to {time['quartile_3']:.2f})",
+        f"{time['median']:.2f}" + (f" ({time['quartile_1']:.2f} to {time['quartile_3']:.2f})" if rounds > 2 else ""),
         f"{row['loss_after']:.5f}",
     ]
 
@@ -158,9 +159,10 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# One long sequence, a large vocabulary",
         "",
-        *TABLE.lines(cells(name, row, reference) for name, row in results.items()),
+        *TABLE.lines(cells(name, row, reference, load.rounds) for name, row in results.items()),
         "",
-        f"- A Llama of {load}; vocabulary {load.vocab_size:,}; {load.rounds} rounds of {load.steps} steps after one.",
+        f"- A Llama of {str(load).replace('checkpointing none', 'checkpointed')}; vocabulary {load.vocab_size:,}; "
+        f"{several(load.rounds, 'round')} of {load.steps} steps after one.",
         f"- Losses after the same steps {agreement}.",
         f"- {harness.machine_line(found)}.",
         "",

@@ -54,9 +54,9 @@ class Options(harness.Options):
     """Makes the tables of docs/scaling.md again."""
 
     predict: bool = False
-    """First predict the memory that is not known yet."""
+    """First predict, and write, the memory that these versions have not predicted yet."""
     only: str = ""
-    """With --predict: only what contains this, such as '70B 4096'."""
+    """With --predict: only what contains one of these, with commas between them, such as '1B,70B 4096 fsdp2 64'."""
 
 
 def architecture(model: str) -> dict[str, Any]:
@@ -75,13 +75,21 @@ def shape(model: str) -> Shape:
 # ---- memory, predicted by the planner --------------------------------------------------------------------------------
 
 
+def known_memory(versions: dict[str, str] | None = None) -> dict[str, int]:
+    """By case, what is known, if ``versions`` are those of the file."""
+    found = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
+    return found["least_reserved_bytes"] if versions in (None, found.get("versions")) else {}
+
+
 def predict_memory(only: str) -> None:
-    """Adds peak bytes of each device, for DDP and FSDP2, to those that are known already."""
-    known: dict[str, int] = json.loads(MEMORY.read_text())["peak_reserved_bytes"] if MEMORY.exists() else {}
+    """Writes what each device has to reserve, for DDP and FSDP2; keeps what the same versions have predicted."""
+    building.use_expandable_segments()  # as in a run
+    versions = harness.about()["versions"]
+    known = known_memory(versions)
     with Predictor() as predictor:
         for model, tokens, sharding, size in predicted_cases():
             name = f"{model} {tokens} {sharding} {size}"
-            if name in known or only not in name:
+            if name in known or not any(part in name for part in only.split(",")):
                 continue
             config = building.config_of(
                 {
@@ -98,10 +106,9 @@ def predict_memory(only: str) -> None:
             target = target_of(find_device(DEVICE))
             job = job_of(config, target, VOCABULARY, world_size=size)
             job = replace(job, sharding=sharding, eval_batch_size=None)
-            known[name] = predictor.predict(job).reserved_bytes
+            known[name] = predictor.predict(job).least_reserved_bytes
             print(f"{name}: {known[name] / harness.GIB:.1f} GiB", flush=True)
-            versions = harness.about()["versions"]
-            harness.write_figures(MEMORY, {"device": DEVICE, "versions": versions, "peak_reserved_bytes": known})
+            harness.write_figures(MEMORY, {"device": DEVICE, "versions": versions, "least_reserved_bytes": known})
 
 
 def predicted_cases() -> Iterator[tuple[str, int, str, int]]:
@@ -177,10 +184,11 @@ def hiding_table(shapes: dict[str, Shape]) -> list[str]:
             for size in SIZES:
                 division = ways(size)[name]
                 enough = [n for n in TRIED_TOKENS if took(shape, division, n)[1].slowdown < 1 + LITTLE]
-                if not has_room(shape, division, Work(0)):
-                    cells.append("–")
+                room = [n for n in TRIED_TOKENS if has_room(shape, division, took(shape, division, n)[0])]
+                if not room or (enough and enough[0] > room[-1]):
+                    cells.append("–")  # where waiting ends, the step does not fit
                 else:
-                    cells.append(f"{enough[0]:,}" if enough else f"> {TRIED_TOKENS[-1]:,}")
+                    cells.append(f"{enough[0]:,}" if enough else f"> {room[-1]:,}")
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 
@@ -212,7 +220,7 @@ def details(shapes: dict[str, Shape]) -> list[str]:
 
 def memory_table(shapes: dict[str, Shape]) -> list[str]:
     """GiB that a step needs on each device: allocator, context and NCCL; **bold** where it fits."""
-    known = json.loads(MEMORY.read_text())["peak_reserved_bytes"]
+    known = known_memory()
     head = ["| model | tokens per GPU | ddp |" + "".join(f" fsdp2, {size:,} GPUs |" for size in SIZES)]
     head.append("| --- | ---: | ---: |" + " ---: |" * len(SIZES))
     rows = []

@@ -134,7 +134,8 @@ def test_a_difference_is_said_only_where_the_seeds_support_it() -> None:
     unclear = [outcome("b", seed, value) for seed, value in enumerate([0.5, 2.6, 3.0])]
     equal = [outcome("c", seed, value) for seed, value in enumerate([1.0, 2.0, 3.0])]
     first, second, third, last = ablation.sentences(results(*base, *better, *unclear, *equal))
-    assert first.startswith("a: 0.50 × the memory and 1.00 × the tokens per second of the baseline; ")
+    speed = "1.00 × the tokens per second (1.00 to 1.00 by seed) of the baseline; "
+    assert first.startswith(f"a: 0.50 × the memory and {speed}")
     assert "bits per byte: better by 0.1 (95 % interval -0.125 to -0.0752)" in first
     assert "no difference shown" in second and "equal with every seed" in third and "over 3 seeds" in last
     titles, *rows = ablation.rows(results(*base, *better, *unclear))
@@ -374,19 +375,23 @@ def test_a_committed_page_is_made_of_its_figures(name: str, tmp_path: Path) -> N
     [
         (
             "ablation",
-            "a chunked loss brings 0.81 × the memory at 1.18 × the speed",
-            "loss: 0.81 × the memory and 1.18 × ",
+            "a chunked loss brings 0.81 × the memory",
+            "loss: 0.81 × the memory and 1.18 × the tokens per second (0.97 to 1.88 by seed)",
         ),
         (
             "ablation",
-            "checkpointing 0.74 × the memory at 0.85 × the speed",
+            "checkpointing 0.74 ×, and neither changes bits per byte",
             "checkpointing: 0.74 × the memory and 0.85 × ",
         ),
         ("ablation", "neither changes bits per byte", "equal with every seed"),
         ("learning_rate", "0.003 for 30 steps of the quickstart", "Start from 0.003: "),
         ("context", "uses nothing from beyond 512 tokens", "Beyond the last 512 tokens: these rows show no use"),
         ("context", "has not learned to copy", "the model has not learned to copy"),
-        ("gradient_health", "`max_grad_norm` of 1 clips 74 % of the steps", "max_grad_norm: 1 clips 74% of the steps"),
+        (
+            "gradient_health",
+            "`max_grad_norm` of 1 clips 74 % of the steps after the first tenth",
+            "max_grad_norm: 1 clips 74% of the steps",
+        ),
         ("gradient_health", "fp16 without a loss scale would make 0.09 %", "In fp16 without a loss scale 0.0888 %"),
     ],
 )

@@ -119,10 +119,12 @@ def sentences(found: dict[str, Any]) -> list[str]:
         tried = len({outcome.seed for outcome in outcomes if outcome.variant == variant})
         some = f" Only {len(seeds)} of {tried} seeds trained to the end with both." if len(seeds) < tried else ""
         memory = statistics.median((own[s].peak_bytes or 0) / (base[s].peak_bytes or 1) for s in seeds)
-        speed = statistics.median((own[s].tokens_per_second or 0) / (base[s].tokens_per_second or 1) for s in seeds)
+        speeds = [(own[s].tokens_per_second or 0) / (base[s].tokens_per_second or 1) for s in seeds]
+        spread = f" ({min(speeds):.2f} to {max(speeds):.2f} by seed)" if len(seeds) > 1 else ""
         name = done[0].metric_name
         said.append(
-            f"{variant}: {memory:.2f} × the memory and {speed:.2f} × the tokens per second of the {BASELINE}; "
+            f"{variant}: {memory:.2f} × the memory and {statistics.median(speeds):.2f} × the tokens per second{spread} "
+            f"of the {BASELINE}; "
             f"{name.replace('_', ' ')}: {difference_text(interval(paired(done, variant, BASELINE, name)), name)}.{some}"
         )
     seeds = len({outcome.seed for outcome in outcomes})

@@ -50,7 +50,7 @@ class Cell:
     precision: str | None = None
 
     limit_bytes: int | None = None
-    """On a CPU: the limit under which its process ran, and which may have stopped it."""
+    """On a CPU: the limit that has stopped its process."""
 
     def is_known(self, budget_bytes: int) -> bool:
         """Whether it tells if the step fits ``budget_bytes``: not if a smaller limit than that has stopped it."""

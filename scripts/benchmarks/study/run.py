@@ -173,10 +173,10 @@ def _measured(request: Request, cell: Cell, job: Job, prediction: Prediction | U
     fence = None
     if request.target.device_type == "cpu" and request.limit_bytes is not None:
         fence = int(FENCE * request.limit_bytes)
-        cell = replace(cell, limit_bytes=request.limit_bytes)
     task = Task(cell.technique, job, cell.accumulation_steps, request.steps, request.seconds_per_cell, fence)
     values = processes.measure(task, 60 + CELL_TIMEOUT * request.seconds_per_cell)
-    return replace(cell, **values)
+    is_stopped = fence is not None and values["status"] == OUT_OF_MEMORY
+    return replace(cell, **values, limit_bytes=request.limit_bytes if is_stopped else None)
 
 
 def _beyond(
