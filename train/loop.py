@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from train.evaluation import evaluate
 from train.optim import learning_rate_at, set_learning_rate
-from train.records import Parts, Progress, Run, StepOutcome, StopAtOnce, UserError
+from train.records import MicroBatch, Parts, Progress, Run, StepOutcome, StopAtOnce, UserError
 from train.step import seed_step
+
+Steps: TypeAlias = Iterator[tuple[int, int, Sequence[MicroBatch]]]  # epoch, number of the step in it, micro-batches
 
 
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
@@ -86,7 +88,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     return progress
 
 
-def endless_steps(run: Run, parts: Parts, progress: Progress, save: Callable[..., None]) -> Iterator[Any]:
+def endless_steps(run: Run, parts: Parts, progress: Progress, save: Callable[..., None]) -> Steps:
     """Every step after ``progress``, epoch after epoch: the epoch, the step's number in it, and its micro-batches.
 
     If a batch cannot be made, the steps before are saved, where one process can do it: saving needs all.

@@ -249,6 +249,8 @@ def test_bf16_weights_that_lose_small_updates_are_told() -> None:
     assert len(training_lines((1, 1), 8, dtype="bfloat16", bf16_update="kahan")) == 2
     assert len(training_lines((1, 1), 8, dtype="bfloat16", optimizer_offload=True)) == 2
     assert len(training_lines((1, 1), 8, dtype="bfloat16", trained=False)) == 2  # adapters' weights are fp32
+    originals = Launch(2, engine="deepspeed")  # which it keeps in fp32
+    assert len(training_lines((1, 1), 8, "cuda", originals, dtype="bfloat16")) == 2
 
 
 def test_a_warm_up_that_does_not_end_is_told_with_the_highest_rate() -> None:

@@ -99,6 +99,7 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
     idle["optimizer_offload"] = (device, run.config.architecture.dtype) == ("cpu", "float32")
     asked = [name for name, is_idle in idle.items() if is_idle and run.config.get(name)]
     keeps = run.config.get("optimizer_offload") or run.config.get("bf16_update", "nearest") != "nearest"
+    keeps |= run.launch.engine == "deepspeed"  # which updates fp32 originals
     if not keeps and any(p.dtype == torch.bfloat16 and p.requires_grad for p in parts.state.model.parameters()):
         remedy = "--dtype float32, or --bf16_update stochastic with adamw, keeps them"
         lines.append(f"dtype: bf16 weights lose small updates; {remedy}")
