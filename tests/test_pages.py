@@ -67,3 +67,19 @@ def test_costs_of_looking_at_gradients_are_those_measured() -> None:
     assert f"{costs[0]} and {costs[1]} at the default interval" in page
     short, long = (100 * (ratios["gradient_noise_scale", name] - 1) for name in ("short", "long"))
     assert f"{short:.1f} % with 128 tokens each, {long:.1f} % with 2,048" in page and max(short, long) < 2
+    halves = (found["results"][i]["ratio"] for i in (2, 3))
+    spread = " and ".join(f"{half['quartile_1']:.2f} to {half['quartile_3']:.2f}" for half in halves)
+    assert f"the middle half of the ratios is {spread}" in page
+
+
+def test_costs_of_losses_on_a_cpu_are_those_measured() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "loss_kernels-cpu.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "extras" / "losses.md").read_text(encoding="utf-8").split())
+    rows = {(row["hidden"], row["loss"]): row for row in found["rows"]}
+    full, chunked = (rows[256, name] for name in ("full", "chunked"))
+    sizes = [f"{row['extra_bytes'] / 2**20:,.1f}" for row in (full, chunked)]
+    assert f"full takes {sizes[0]} MiB, chunked {sizes[1]}" in page
+    assert f"{chunked['ratio']:.2f} × the time of full at the median" in page
+    assert f"{rows[512, 'chunked']['ratio']:.2f} × with a hidden size of 512, and longer in one round" in page
+    pairs = [own / of for own, of in zip(chunked["seconds"], full["seconds"], strict=True)]
+    assert sum(ratio > 1 for ratio in pairs) == 1 and round(max(full["seconds"]) / min(full["seconds"])) == 4

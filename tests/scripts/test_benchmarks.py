@@ -75,6 +75,9 @@ def test_the_page_on_the_loop_shows_the_figures_of_the_benchmark() -> None:
     assert f"adds {step_ms['template']['median'] - step_ms['bare']['median']:.1f} ms" in page
     assert "{quartile_1:.2f} to {quartile_3:.2f} in the first column".format(**ratios["template/bare"]) in page
     assert "{quartile_1:.2f} to {quartile_3:.2f} in the last".format(**ratios["template/trainer"]) in page
+    halves = [of["long"]["ratios"][name] for name in ("template/bare", "template/trainer")]
+    spread = " and ".join(f"{half['quartile_1']:.2f} to {half['quartile_3']:.2f}" for half in halves)
+    assert f"not show (middle halves: {spread})" in page
     assert f"version {found['versions']['template']}" in page
 
 

@@ -79,8 +79,8 @@ def test_smallest_card_is_the_one_with_least_memory_and_the_kernels() -> None:
 
 def test_pages_show_the_figures(tmp_path: Path) -> None:
     assert findings(FOUND) == [
-        "m on RTX-4090: 4,096 tokens without techniques; 4,096 tokens then with chunked loss.",
-        "m on A100-80: 4,096 tokens without techniques; 4,096 tokens then with chunked loss.",
+        "m on RTX-4090: 4,096 tokens without techniques; 4,096 tokens with chunked loss.",
+        "m on A100-80: 4,096 tokens without techniques; 4,096 tokens with chunked loss.",
     ]
     maps = Maps(FOUND)
     assert maps.at("m", "nothing", 1024, 4) == ("rtx-4090", "18.0")

@@ -108,12 +108,12 @@ def sentences(found: dict[str, Any]) -> list[str]:
     """What the figures say."""
     outcomes = outcomes_of(found)
     done = [outcome for outcome in outcomes if outcome.status == DONE]
-    said = []
+    said = list[str]()
+    if not any(outcome.variant == BASELINE for outcome in done):
+        said.append(f"The {BASELINE} did not train to the end with any seed, so no variant is compared with it.")
     for variant in dict.fromkeys(o.variant for o in outcomes if o.variant != BASELINE):
         own, base = ({o.seed: o for o in done if o.variant == name} for name in (variant, BASELINE))
         seeds = sorted(own.keys() & base.keys())
-        if not base:
-            said = [f"The {BASELINE} did not train to the end with any seed, so no variant is compared with it."]
         if not seeds:
             continue
         tried = len({outcome.seed for outcome in outcomes if outcome.variant == variant})

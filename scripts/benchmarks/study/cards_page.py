@@ -27,8 +27,9 @@ TOO_LARGE = "#eeeeee"
 NOTE = (
     "Colour: the smallest card on which a micro-batch fits; figures: GiB that torch has to reserve, with the kernels "
     "of an A100 (for a T4 the step is predicted in fp16 with its own), where a step accumulates several micro-batches: "
-    "gradients stay during the next (with an update in backward it does not). Predicted, not measured. Speeds are "
-    "roofline estimates with the first technique that fits, at about the largest micro-batch that does, or 64."
+    "gradients stay during the next, except with an update in backward. Each technique is added to those before it. "
+    "Predicted, not measured. Speeds are roofline estimates with the first technique that fits, at about the largest "
+    "micro-batch that does (64 at most)."
 )
 LARGEST = "Largest micro-batch of {} that fits on {}, by length"
 
@@ -102,7 +103,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
                 sizes = {n: largest(cells, model, rung, n, device, kernels) for n in found["lengths"]}
                 if all(c.reason is None for c in cells if (c.model, c.rung, c.kernels) == (model, rung, kernels)):
                     longest[rung] = max((length for length, size in sizes.items() if size), default=0)
-            names = {rung: "without techniques" if rung == "nothing" else f"then with {rung}" for rung in longest}
+            names = {rung: "without techniques" if rung == "nothing" else f"with {rung}" for rung in longest}
             parts = [f"{f'{n:,} tokens' if n else 'nothing'} {names[rung]}" for rung, n in longest.items()]
             said.append(f"{model} on {card.upper()}: {'; '.join(parts) if any(longest.values()) else 'nothing fits'}.")
     return said

@@ -70,7 +70,7 @@ def suggestion(found: dict[str, Any]) -> list[str]:
     if not losses:
         has_diverged = any(values["status"] == DIVERGED for values in found["outcomes"])
         return [
-            "No rate trained to the end" + (": give a lower --lowest." if has_diverged else ", for another reason.")
+            "No rate trained to the end" + (": give a lower --lowest." if has_diverged else ": the table says why.")
         ]
     means = {rate: statistics.fmean(own) for rate, own in losses.items()}
     best = min(means, key=lambda rate: means[rate])
