@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,17 @@ def test_tables_of_the_page_are_those_of_the_script() -> None:
         "70B": 70.6,
     }
     assert scaling_tables.rendered(page, shapes) == page  # else run scripts/benchmarks/scaling_tables.py --write
+    memory = next(line for line in page.splitlines() if line.startswith("| 8B | 131,072 |") and "**" in line)
+    first, *_, last = (cell.strip("* ") for cell in memory.split(" | ")[3:])
+    said = " ".join(page.split())
+    assert f"take {first} GiB on each of 8, which is too much, and still {last.rstrip('* |')} on each of 1,024" in said
+    for row in scaling_tables.hiding_table(shapes)[2:]:  # no length that leaves no room
+        name, *cells = (cell.strip() for cell in row.strip("| ").split(" | "))
+        for cell, (shape, size) in zip(cells, itertools.product(shapes.values(), scaling_tables.SIZES), strict=True):
+            if cell != "–":
+                division = scaling_tables.ways(size)[name]
+                work, _ = scaling_tables.took(shape, division, int(cell.strip("> ").replace(",", "")))
+                assert scaling_tables.has_room(shape, division, work), (name, size, cell)
     assert page.count("<!-- table: ") == 6
 
 
