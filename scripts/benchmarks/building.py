@@ -307,6 +307,12 @@ class Training:
         self.was_skipped = outcome.skipped  # accelerate's own flag is never set where fused AdamW skips by itself
         return outcome
 
+    def make_optimizer_state(self) -> None:
+        """Makes the optimizer's state by gradients of zeros, as the rehearsal of a run does before its longest step."""
+        from train.memory.session import make_optimizer_state
+
+        make_optimizer_state(self.run, self.network, self.optimizer)
+
     def evaluate(self, batch: MicroBatch) -> None:
         """Scores ``batch`` as an evaluation does."""
         import torch

@@ -51,7 +51,8 @@ LARGEST_BYTES = 8 * 2**20
 """A larger file of the folder is not copied."""
 RESULTS = ("*.json", "*.jsonl", "*.md", "*.html", "*.log")
 SWEEP = (
-    "scripts/study.py", "sweep", "--lengths", "2048,8192,32768", "--micro_batch_sizes", "1,2,4", "--steps", "2",
+    "scripts/study.py", "sweep", "--lengths", "2048,8192,32768", "--micro_batch_sizes", "1,4", "--steps", "2",
+    "--tokens_per_update", "32768",
     "--techniques", "chunked_loss,checkpointing+chunked_loss", "--seconds_per_cell", "20", "--tokenizer", "bytes",
     "--task", "causal_lm", "--mixed_precision", "{half}", "--stop_after_minutes", "{minutes}",
 )  # fmt: skip
@@ -168,7 +169,7 @@ def pieces() -> list[Piece]:
         Piece("runs", "killed and resumed, out of memory and split, snapshot", 300,
               script("real_runs", "--seconds", "150"), script("real_runs", "--model", "tiny"), resumes=True, least=250,
               packages=RUNS),
-        Piece("trainer", "one sequence of 32,768 tokens, against transformers' Trainer", 280,
+        Piece("trainer", "one sequence of 32,768 tokens, against transformers' Trainer", 185,
               script("long_sequence", "--length", "32768", "--vocab_size", "128256", "--hidden_size", "1024",
                      "--layers", "16", "--steps", "6", "--rounds", "1"),
               script("long_sequence", "--length", "256", "--vocab_size", "300", "--hidden_size", "64", "--layers", "2",
@@ -184,7 +185,7 @@ def pieces() -> list[Piece]:
         Piece("ladder_24", f"the longest sequences on {CAP_GIB} GiB", 115,
               script("ladder", "--no_speed", "--budget_seconds", "{seconds}"), resumes=True, cap_gib=CAP_GIB,
               if_held=("--cap_gib", str(CAP_GIB))),
-        Piece("sweep", f"length × micro-batch on {CAP_GIB} GiB, with its page", 115, sweep,
+        Piece("sweep", f"length × micro-batch on {CAP_GIB} GiB, with its page", 210, sweep,
               ("scripts/study.py", "sweep", "--lengths", "32", "--micro_batch_sizes", "1", "--techniques", "baseline",
                "--model_config", small_shape, "--tokenizer", "bytes", "--output", "{folder}/sweep",
                "--budget_gib", "1", "--steps", "1"), resumes=True, cap_gib=CAP_GIB),

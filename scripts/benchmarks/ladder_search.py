@@ -77,16 +77,23 @@ class Results:
 
 
 def measure(job: Job, steps: int) -> dict[str, Any]:
-    """Real steps of ``job`` in this process, after a short one: median seconds and, on a card, peak bytes."""
+    """Real steps of ``job`` in this process: median seconds and, on a card, peak bytes.
+
+    Several follow a short one, which loads kernels. A single one is made as a run rehearses its longest step, in memory
+    that no other step has cut into pieces: so it is planned.
+    """
     import torch
 
     [batch] = building.random_micro_batches(job, 1)
     training = building.build_training(job, [batch])
-    short = building.random_micro_batches(replace(job, length=min(job.length, 1024)), 1)
-    for _ in range(SCALE_STEPS):  # a short step makes the optimizer's state and loads kernels; fp16 finds its scale
-        training.step(short)
-        if not training.was_skipped:
-            break
+    if steps == 1:
+        training.make_optimizer_state()
+    else:
+        short = building.random_micro_batches(replace(job, length=min(job.length, 1024)), 1)
+        for _ in range(SCALE_STEPS):  # until fp16 has found its scale
+            training.step(short)
+            if not training.was_skipped:
+                break
     on_card = job.target.device_type == "cuda"
     if on_card:
         torch.cuda.reset_peak_memory_stats()
@@ -94,7 +101,7 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     seconds = [harness.timed(lambda: norms.append(training.step().grad_norm)) for _ in range(steps)]
     if training.precision != "fp16" and not all(map(math.isfinite, norms)):
         raise SystemExit("a gradient was not finite: such a step is not a measurement")
-    median = statistics.median_low(seconds)  # of two the second, as a rule: the first also makes kernels and buffers
+    median = statistics.median_low(seconds)  # of two the second, as a rule: the first also makes buffers
     speed = training.speed(median, job.micro_batch_size * job.length, job.length)
     row: dict[str, Any] = {"seconds": median, "tokens_per_second": speed["tokens_per_second"]}
     if on_card:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support import ROOT
 
+from scripts.benchmarks import step_orders
 from scripts.benchmarks.accuracy_cases import large_cases, title
 from scripts.benchmarks.building import config_of, held_to
 from scripts.benchmarks.ladder_search import held_line
@@ -256,13 +257,15 @@ def test_figures_of_a_card_are_those_of_its_results() -> None:
     of_compiled, of_plain = (f"{row['peak_bytes'] / 2**30:.1f}" for row in (compiled, plain))
     assert f"took {of_compiled} GiB where a step without it takes, and is predicted to take, {of_plain}" in page
     rungs = [tries[name, 131072] for name in ("tiled MLP", "optimizer on the host", "update in backward")]
-    more = [f"{100 * (row['peak_bytes'] / row['predicted_peak_bytes'] - 1):.1f} %" for row in rungs[1:]]
-    assert f"with the optimizer on the host took {more[0]} and {more[1]} more" in page
+    before, since = (100 * (row["peak_bytes"] / row["predicted_peak_bytes"] - 1) for row in rungs[1:])
+    assert f"with the optimizer on the host took {before:.1f} % more" in page
+    assert f"with the update in backward, too, such a step took {since:.2f} % more" in page
     assert f"took {rungs[1]['seconds']:.1f} s, and {rungs[0]['seconds']:.1f} s with fp32 weights" in extras[1]
     sizes = [f"{row['peak_bytes'] / 2**30:.1f} GiB" for row in rungs]
     speeds = [f"{row['tokens_per_second'] / 1000:.1f}k" for row in rungs]
     long = words_of((ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8"))
-    assert f"took {sizes[0]} with tiled MLPs and {sizes[2]} with all techniques, at {speeds[0]} and {speeds[2]}" in long
+    assert f"took {sizes[0]} with tiled MLPs, at {speeds[0]} tokens/s when tiles were smaller" in long
+    assert f"and {sizes[2]} with all techniques, at {speeds[2]}" in long
     speed, share = ([f"{row[key] * scale:.1f}" for row in (plain, compiled)] for key, scale in
                     (("tokens_per_second", 1e-3), ("mfu", 100)))  # fmt: skip
     assert f"at {speed[0]}k tokens/s with 8 × 4,096 tokens in bf16, {share[0]} % of what the card can compute" in long
@@ -340,6 +343,10 @@ def test_what_accumulation_takes_from_a_length_of_the_ladder_is_that_of_now(monk
     assert f"{said} a global batch of 1, and {needed[1]} GiB with one of 8" in page
 
 
+SHORT_FIRST = "0.5b: checkpoints on the host"
+"""Predicted to fit by 0.1 % of the card; a short step, made first, left holes with which it did not."""
+
+
 def test_what_24_gib_trained_is_that_of_the_results() -> None:
     folder = ROOT / "docs" / "results"
     ladder = json.loads((folder / "ladder-predicted-h200-held-to-24-gib.json").read_text(encoding="utf-8"))
@@ -354,7 +361,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
     after = page.split("## Measured on 24 GiB")[1].split("## ")[0]
     lines = [line.strip("| ").split(" | ") for line in after.splitlines() if line.startswith("| ")][2:]
-    assert len(lines) == len({(row["model"], row["rung"]) for row in tries}) == 10
+    assert len(lines) == len({(row["model"], row["rung"]) for row in tries}) == 11
     for model, name, *cells in lines:
         rung = name.replace(" of the optimizer", "")
         plan = plans[model.lower(), rung.replace("Trainer's default", "nothing")]
@@ -363,11 +370,25 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
         assert cells == [f"{length:,}" if length else "not tried" for length in found], name
     searched = [row for row in tries if row["kind"] == "longest"]
     assert (
-        held_line(searched).startswith("In 9 of 9 cases")
-        and "In all 9 cases (7 of the template, 2 of Trainer)" in after
+        held_line(searched).startswith("In 9 of 10 cases")
+        and "In 9 of 10 cases (8 of the template, 2 of Trainer)" in after
     )
     assert "that is 3 to 5 % longer ran out" in words_of(after)
-    assert all(1.03 <= row["length"] / row["predicted_longest"] < 1.05 for row in searched if row["outcome"] == "oom")
+    too_long = [row for row in searched if row["outcome"] == "oom"]
+    beyond = [row["length"] / row["predicted_longest"] for row in too_long if row["key"] != SHORT_FIRST]
+    assert len(beyond) == 9 and all(1.03 <= share < 1.05 for share in beyond)
+    [row] = [row for row in too_long if row["key"] == SHORT_FIRST]
+    needed = row["predicted_needed_bytes"] / (24 * 2**30)
+    assert row["length"] == row["predicted_longest"] and f"predicted to need {needed:.1%} of the".replace(
+        "%", " %"
+    ) in (words_of(after))
+    orders = json.loads((folder / "step_orders.json").read_text(encoding="utf-8"))
+    most = max(row["most_more_percent"] for row in orders["rows"])
+    number, fit = sum(len(row["orders"]) for row in orders["rows"]), sum(map(step_orders.fitting, orders["rows"]))
+    assert number == fit and orders["steps"] == 5 and most < 2
+    said = f"after five random steps](results/step_orders.md), in {number} orders, a step needs at most {most:.2f} %"
+    assert said in words_of(after) and f"so all {fit} fit" in words_of(after)
+    assert f"as they may by [{most:.2f} % of the card]" in words_of(PAGE)
     [step] = [row for row in tries if row["model"] == "8b"]
     whole = result("ladder")["tries"][-1]
     for row in (step, whole):
@@ -392,7 +413,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     time = rows["+ compiled"]["time_ratio"]["median"]
     memory = rows["+ compiled"]["peak_bytes"] / rows["Trainer"]["peak_bytes"]
     assert f"a QLoRA step of a model of Llama-3.1-8B's shape on {step['length']:,} tokens fits in [24 GiB]" in readme
-    assert "one 3 to 5 % longer ran out of memory, in [9 of 9 cases]" in readme
+    assert "one 3 to 5 % longer ran out of memory, in [9 of 10 cases]" in readme
     assert (
         f"a step that trains all weights on {whole['length']:,} tokens in [{whole['peak_bytes'] / 2**30:.0f} GiB]"
         in readme
@@ -415,7 +436,8 @@ def test_a_replay_of_now_runs_out_of_memory_where_the_card_did(monkeypatch: pyte
         predictions = Predictions(own)
         for row in (row for row in tries if row["key"] in rungs):  # not those of Trainer
             needed = outcome_at(rungs[row["key"]], card, row["length"], predictions).needed_bytes
-            assert (needed <= card.total_bytes) == (row["outcome"] == "ok"), row
+            trains = row["outcome"] == "ok" or row["length"] == row["predicted_longest"]  # see SHORT_FIRST
+            assert (needed <= card.total_bytes) == trains, row
 
 
 def test_tables_of_a_card_are_those_of_its_results() -> None:

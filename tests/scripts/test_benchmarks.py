@@ -115,12 +115,21 @@ def test_the_readers_page_shows_how_long_the_quickstart_takes_to_begin() -> None
     ) in text
 
 
-def test_the_committed_pages_of_the_study_are_made_of_its_figures() -> None:
-    folder = ROOT / "docs" / "results" / "sweep-cpu"
+@pytest.mark.parametrize("name", ["sweep-cpu", "sweep-nvidia-h200-24gib"])
+def test_the_committed_pages_of_the_study_are_made_of_its_figures(name: str) -> None:
+    folder = ROOT / "docs" / "results" / name
     sweep = sweep_from(json.loads((folder / "sweep.json").read_text(encoding="utf-8")))
     assert markdown(sweep) == (folder / "sweep.md").read_text(encoding="utf-8")
     without_charts = partial(re.sub, r"<svg.*?</svg>", "", flags=re.DOTALL)  # drawn by this version of matplotlib
     assert without_charts(study_page(sweep)) == without_charts((folder / "index.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_of_studies_tells_how_far_the_sweep_on_a_card_got() -> None:
+    folder = ROOT / "docs" / "results" / "sweep-nvidia-h200-24gib"
+    sweep = sweep_from(json.loads((folder / "sweep.json").read_text(encoding="utf-8")))
+    worst = max(abs(cell.error or 0.0) for cell in sweep.measured)
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    assert f"[{len(sweep.measured)} of {len(sweep.grid)} cells]" in text and f"within {100 * worst:.2f} %" in text
 
 
 def test_the_package_imports_no_script() -> None:

@@ -128,8 +128,8 @@ def test_calls_go_on_where_the_last_one_stopped(on_a_card: gpu_session.Options) 
         assert len(seen) < 10
     assert card.names() == [
         "-m", "attention_kernels", "memory_accuracy", "ladder",
-        "memory_accuracy", "real_runs", "ladder",
-        "long_sequence", "loss_kernels", "recompute", "optimizers",
+        "memory_accuracy", "real_runs", "long_sequence", "ladder",
+        "loss_kernels", "recompute", "optimizers",
         "ladder", "study",
     ]  # fmt: skip
     assert all(before < after for before, after in pairwise(seen))  # each call got further

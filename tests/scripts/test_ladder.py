@@ -355,3 +355,22 @@ def test_a_card_without_bf16_takes_fp16() -> None:
     assert (config.optimization.mixed_precision, config.architecture.dtype) == ("fp16", "float32")
     config = rungs.question_of(bf16, find_device("l4"), 4096).config
     assert (config.optimization.mixed_precision, config.architecture.dtype) == ("bf16", "bfloat16")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_single_step_finds_the_state_that_a_plan_assumes(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made in empty memory, as in the rehearsal of a run: a short step before it would leave holes."""
+    lengths, states = list[int](), list[int]()
+    step = building.Training.step
+
+    def seen(training: building.Training, micro_batches: Any = None, **options: Any) -> Any:
+        window = training.micro_batches if micro_batches is None else micro_batches
+        lengths.append(window[0].shape[1])
+        states.append(len(training.optimizer.optimizer.state))
+        return step(training, micro_batches, **options)
+
+    monkeypatch.setattr(building.Training, "step", seen)
+    row = ladder_search.measure(tiny_job(2048), steps)
+    assert row["seconds"] > 0
+    assert lengths == ([2048] if steps == 1 else [1024, 2048, 2048])
+    assert bool(states[0]) == (steps == 1)
