@@ -158,7 +158,8 @@ def page(found: dict[str, Any]) -> str:
 def measured(options: Options, device: Device) -> int:
     """Measures on this machine's card and prints the page; with --write it continues what an earlier call tried."""
     about, name = {**harness.about(), "device": device.name}, f"ladder-{harness.slug(device.name)}"
-    results = ladder_search.Results(options.output_dir / f"{name}.json" if options.write else None)
+    path = options.output_dir / f"{name}.json" if options.write else None
+    results = ladder_search.Results(path, about["versions"])
     search = ladder_search.Search(device, results, about, options.budget_seconds, options.step_seconds, options.takes)
     if options.length is not None:
         finished = search.at(options.models, options.length)
@@ -189,11 +190,11 @@ def main() -> int:
             device = building.held_to(device, options.cap_gib)
             os.environ[building.CAP] = str(options.cap_gib)  # read by the processes that measure
             found |= {"cap_gib": options.cap_gib, "total_bytes": device.total_bytes}
+        if on_card:
+            return measured(options, device)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    if on_card:
-        return measured(options, device)
     print("\n".join(TABLE.head()), flush=True)
     found["rows"] = predicted_ladder(options, device)
     harness.finish(options, found, page, f"ladder-predicted-{harness.slug(device.name)}")

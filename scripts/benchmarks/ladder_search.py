@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ from train.memory.devices import Device
 from train.memory.plan import Outcome, Predictions, predicted
 from train.memory.predict import Job, Predictor
 from train.memory.question import Question, replace_length, target_of
-from train.records import UsageError
+from train.records import UsageError, UserError
 
 HOST_MARGIN_BYTES = 8 * 2**30
 """Of host memory, for the process itself."""
@@ -57,13 +57,21 @@ class Results:
 
     Args:
         path: of a file that keeps it from call to call; None: it is kept in memory only.
+        versions: of the libraries now; raises UserError where what is kept was measured with others.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, versions: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.tries: list[dict[str, Any]] = []
         if path is not None and path.exists():
-            self.tries = json.loads(path.read_text(encoding="utf-8"))["tries"]
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            self.tries = kept["tries"]
+            changed = [name for name, version in (versions or {}).items() if kept["versions"].get(name) != version]
+            if changed:
+                raise UserError(
+                    f"{path} has tries with another version of {', '.join(changed)}: give another --output_dir, or "
+                    "delete the file to measure all again."
+                )
 
     def of(self, kind: str, key: str) -> list[dict[str, Any]]:
         """Tries of one rung."""

@@ -158,8 +158,8 @@ def test_a_failed_piece_is_said_and_the_others_run(
     assert again.names() == ["attention_kernels"]
     more = Card({}, seconds=1.0)
     assert go(replace(on_a_card, more=True), more) == EXIT_DONE
-    assert more.names() == ["ladder", "ladder", "-m", "ladder"]
-    assert ["--cap_gib" in command for command in more.commands] == [True, False, False, False]
+    assert more.names() == ["ladder", "ladder", "long_sequence", "-m", "ladder"]
+    assert ["--cap_gib" in command for command in more.commands] == [True, False, False, False, False]
 
 
 def test_a_large_card_is_held_to_a_small_one_and_a_small_one_is_not(

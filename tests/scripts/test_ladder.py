@@ -14,7 +14,7 @@ from train.config import Config, from_values, to_values
 from train.memory.devices import find_device
 from train.memory.predict import Job, Target
 from train.memory.question import Question, job_of
-from train.records import UsageError
+from train.records import UsageError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -374,3 +374,11 @@ def test_a_single_step_finds_the_state_that_a_plan_assumes(steps: int, monkeypat
     assert row["seconds"] > 0
     assert lengths == ([2048] if steps == 1 else [1024, 2048, 2048])
     assert bool(states[0]) == (steps == 1)
+
+
+def test_tries_with_other_versions_are_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "ladder.json"
+    path.write_text(json.dumps({"versions": {"torch": "2.11.0", "python": "3.12"}, "tries": [{"length": 1024}]}))
+    assert ladder_search.Results(path, {"torch": "2.11.0", "python": "3.12"}).tries == [{"length": 1024}]
+    with pytest.raises(UserError, match=r"ladder.json has tries with another version of torch: give another --output"):
+        ladder_search.Results(path, {"torch": "2.13.0", "python": "3.12"})
