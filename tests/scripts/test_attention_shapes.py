@@ -40,6 +40,10 @@ def test_the_page_of_long_sequences_has_its_figures() -> None:
     plan, flash = rows["cudnn", False], rows["flash", False]
     saved = 24 * (flash["known_seconds"]["median"] - plan["known_seconds"]["median"])
     assert f"once a length has come {plan['extra_seconds']['median'] / saved:.0f} times" in " ".join(page.split())
+    slower = rows["efficient", False]["known_seconds"]["median"] / flash["known_seconds"]["median"]
+    assert f"took [{slower:.1f} times](results/attention_shapes" in (ROOT / "docs" / "memory.md").read_text(
+        encoding="utf-8"
+    )
     assert f"{1000 * plan['host_bytes_per_length'] / 2**30:.0f} GiB of host memory for a thousand" in page
     assert (
         round(rows["efficient", True]["known_seconds"]["median"] / rows["cudnn", True]["known_seconds"]["median"]) == 2
