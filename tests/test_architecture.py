@@ -263,7 +263,7 @@ def test_tasks_are_named_by_their_folder_and_the_default_alone() -> None:
 def test_every_folder_of_extras_is_joined_and_defines_only_what_is_called() -> None:
     """One that is not in NAMES would do nothing, nor would a method with a misspelt name."""
     folders = {path.parent.name for path in (TRAIN / "extras").glob("*/__init__.py")}
-    assert folders <= {*extras.ORDER}, "add it to NAMES in train/extras/__init__.py"
+    assert folders <= {*extras.NAMES.split()}, "add it to NAMES in train/extras/__init__.py"
     for name, found in extras.classes().items():
         own = {method for method, value in vars(found).items() if callable(value) and method[0] != "_"}
         assert own <= {*vars(extras.Extra)}, f"{name}: nothing calls such a method; one of its own begins with _"

@@ -145,6 +145,58 @@ def test_a_tied_module_of_ones_own_with_a_buffer_and_the_largest_element_as_its_
     assert largest_difference(final_weights(tmp_path / "cpu"), final_weights(tmp_path / "fsdp2")) < EXACT
 
 
+BATCH_NORM = """
+import torch
+from torch import nn
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(300, 16), nn.BatchNorm1d(16), nn.Linear(16, 300)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids).cumsum(1).transpose(1, 2)
+        return self.head(torch.tanh(self.norm(hidden).transpose(1, 2)))
+
+def build():
+    return Normed()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["fsdp2", "deepspeed_zero2"])
+def test_running_means_are_those_of_the_first_rank_as_under_ddp(file: str, recipe: Path, tmp_path: Path) -> None:
+    """Each rank would evaluate with its own, and a checkpoint has those of one: a resumed run would differ."""
+    if file.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    (tmp_path / "normed.py").write_text(BATCH_NORM)
+    flags = ["--model", f"{tmp_path / 'normed.py'}:build", "--model_config", None, "--tokenizer", "bytes"]
+    flags += ["--max_steps", 4, "--num_epochs", None, "--eval_every_steps", 2, "--save_every_steps", 2]
+    flags += ["--check_model", False, "--save_total_limit", 9]
+    for name, more in (
+        ("ddp", []),
+        (file, []),
+        ("resumed", ["--resume", tmp_path / file / "checkpoints/step-00000002"]),
+    ):
+        run("ddp" if name == "ddp" else file, recipe, tmp_path / name, *flags, *more)
+    found = {}
+    for name in ("ddp", file, "resumed"):
+        found[name] = {row["step"]: row["loss"] for row in metrics(tmp_path / name) if row["kind"] == "evaluation"}
+    assert found[file] == pytest.approx(found["ddp"], rel=1e-5) and found["resumed"][4] == found[file][4]
+
+
+@pytest.mark.slow
+def test_a_model_that_mixes_types_trains_in_half_precision_as_under_ddp(llama_recipe: Path, tmp_path: Path) -> None:
+    model = "{model_type: minimax, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    model += "num_attention_heads: 4, num_key_value_heads: 2}"
+    flags = ("--model_config", model, "--max_steps", 2, "--num_epochs", None, "--mixed_precision", "bf16")
+    losses = []
+    for file in ("ddp", "fsdp2"):
+        run(file, llama_recipe, tmp_path / file, *flags)
+        losses.append([row["loss"] for row in metrics(tmp_path / file) if row["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
 EXPERTS = """
 import torch
 from torch import nn

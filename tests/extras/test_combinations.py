@@ -50,5 +50,5 @@ def test_adapters_and_compilation_are_refused_where_nobody_tried(
 def test_extras_that_are_not_used_leave_no_mark_on_what_a_run_is() -> None:
     """Else a checkpoint could not be resumed without the extra, nor one of version 0.1.0, which names what is used."""
     run, core = run_for(Config()), extras.join()
-    core.by_name.pop("checks")  # which names what the core is asked for
+    core.by_name.pop("checks", None)  # which names what the core is asked for
     assert {name: value for name, value in core.merged("identity", run, None).items() if value} == {}

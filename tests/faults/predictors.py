@@ -11,7 +11,7 @@ from typing import Any
 
 from faults.processes import context
 
-FOREIGN = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
+FOREIGN = ("ACCELERATE_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
 
 
 class Forked:

@@ -442,6 +442,16 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
 
 
+def test_weights_that_stay_gathered_between_forward_and_backward_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fsdp_reshard_after_forward: false`` in the launch file reaches the planner's process as this variable."""
+    peaks = []
+    for reshards in ("true", "false"):
+        monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", reshards)
+        with Predictor() as own:
+            peaks.append(own.predict(replace(job(target=H100), world_size=8, sharding="fsdp2")).peak_bytes)
+    assert peaks[1] > peaks[0]
+
+
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_on_the_host_are_not_on_the_card(world_size: int, predictor: Predictors) -> None:
     one = replace(job(target=H100, mixed_precision="bf16"), world_size=world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import yaml
 from support import Run, causal_data, run_for
 
 from train import extras
+from train.batching import Loading
 from train.config import Config, parse
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.figures import gib
@@ -444,6 +445,36 @@ def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monk
     )
     found.settle()
     assert {job.sharding for job in found.jobs} == {sharding}
+
+
+def test_a_rank_without_an_example_rehearses_the_one_that_it_is_lent() -> None:
+    """A held-out split may have fewer examples than there are ranks."""
+    from datasets import Dataset
+
+    from train.memory.session import _evaluated
+
+    @dataclass
+    class Data:
+        loading: Any
+        examples: dict[str, Dataset]
+        lent: Any
+
+        def evaluation_batches(self, run: Any, examples: Dataset) -> Any:
+            return iter([self.lent])
+
+    examples = Dataset.from_dict({"input_ids": [[1, 2]], "length": [2]})
+    lent = SimpleNamespace(example_ids=(), shape=(1, 2))
+    data: Any = Data(Loading(lambda *_: pytest.fail("it is loaded")), {"validation": examples}, lent)
+    assert _evaluated(SimpleNamespace(), data) is lent  # pyright: ignore[reportArgumentType]
+
+
+def test_replicas_of_shards_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HSDP: a rank holds more than its share of all ranks."""
+    from train.memory import is_known
+
+    assert is_known(Launch(8, engine="fsdp2"))
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert not is_known(Launch(8, engine="fsdp2"))
 
 
 def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

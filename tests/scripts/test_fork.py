@@ -147,7 +147,11 @@ def test_types_of_a_fork_without_the_planner_are_checked(forked: Callable[..., P
 
 @pytest.mark.parametrize(
     ("words", "more"),
-    [(FORKS[0], []), pytest.param(FORKS[1], ["tests/extras/readers/test_corpora_tables.py"], marks=pytest.mark.slow)],
+    [
+        (FORKS[0], ["tests/extras/test_combinations.py"]),
+        pytest.param(FORKS[1], ["tests/extras/readers/test_corpora_tables.py"], marks=pytest.mark.slow),
+        pytest.param(WITHOUT[0], ["tests/test_config.py", "tests/test_architecture.py"], marks=pytest.mark.slow),
+    ],
 )
 def test_tests_of_the_fork_pass(
     words: tuple[str, ...], more: list[str], forked: Callable[..., Path], tmp_path: Path

@@ -77,8 +77,9 @@ class Extra(extras.Extra):
 
 
 def is_known(launch: Launch) -> bool:
-    """Whether the memory of a step can be predicted: not a rank's share of a layer or a sequence, nor DeepSpeed's."""
-    return launch.mp_size == 1 and launch.engine != "deepspeed"
+    """Whether a step's memory can be predicted: not DeepSpeed's, of a rank's share of a layer or sequence, of HSDP."""
+    replicates = os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1"
+    return launch.mp_size == 1 and launch.engine != "deepspeed" and not replicates
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ, is_here: bool = True) -> None:

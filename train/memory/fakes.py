@@ -34,10 +34,7 @@ MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch h
 
 
 class FakeTracker(StorageTracker):
-    """Tracks storages and ``costs`` of forward and backward, answers what only data could, adds buffers inside kernels.
-
-    Each allocation and free is recorded in ``trace``.
-    """
+    """Tracks storages (each change in ``trace``) and ``costs``, answers what only data could, adds kernels' buffers."""
 
     def __init__(self, device_type: str, costs: Costs) -> None:
         super().__init__(device_type)

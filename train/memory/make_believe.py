@@ -136,7 +136,9 @@ def ranks(world_size: int, device_type: str, offloads: bool) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
-    settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    settings["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    defaults = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    settings |= {name: os.environ.get(name, value) for name, value in defaults.items()}  # of the launch file, in a run
     settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, settings))

@@ -115,7 +115,7 @@ class Predictor(AbstractContextManager["Predictor"]):
     def start(self) -> Any:
         """The process; unless it runs already, it is started and loads the libraries."""
         if self._process is None:
-            foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
+            foreign = ("ACCELERATE_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
             environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
             paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
             environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

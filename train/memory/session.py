@@ -237,6 +237,8 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     splits = [examples for split, examples in data.examples.items() if split != "train"]
     longest = max(splits, key=lambda split: column(split, "length").max())
     found, lengths = next(data.evaluation_batches(run, longest)), column(longest, "length")
+    if not found.example_ids:  # another rank's, where there are more ranks than examples
+        return found
     ids = with_padding(list(found.example_ids), lengths)
     return next(load(longest, data.loading, [ids], (0, 0)))
 

@@ -60,10 +60,7 @@ class Extra(extras.Extra):
         return options
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
-        """Has transformers build the model whole on every rank, with the weights that a single process draws.
-
-        With DeepSpeed it would shard the model while building it, and draw other initial weights.
-        """
+        """Has transformers build the whole model with a single process's weights: for DeepSpeed it would shard it."""
         if run.launch.engine == "deepspeed" and (plugin := run.accelerator.state.deepspeed_plugin) is not None:
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
@@ -95,12 +92,17 @@ class Extra(extras.Extra):
         return divided
 
     def before_training(self, run: Run, parts: Parts) -> None:
-        """Notes which modules each micro-batch uses, where ranks that use different ones hand each other wrong parts.
+        """What DDP does by itself: ranks share saved buffers (of batch norm), and have to use the same modules."""
+        if run.launch.engine == "ddp" or run.accelerator.num_processes == 1:
+            return
+        from accelerate.utils import broadcast
 
-        Not inside compiled layers, which each note would divide.
-        """
-        if run.launch.engine != "ddp" and run.accelerator.num_processes > 1 and not run.config.get("compile"):
-            for number, module in enumerate(parts.model.modules(), start=1):
+        modules = list(parts.model.modules())
+        kept = [b for m in modules for n, b in m.named_buffers(recurse=False) if n not in m._non_persistent_buffers_set]
+        if kept:
+            parts.model.register_forward_pre_hook(lambda *_: broadcast(kept) and None)  # None: inputs stay
+        if not run.config.get("compile"):  # a hook would divide a compiled layer
+            for number, module in enumerate(modules, start=1):
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     module.register_forward_pre_hook(functools.partial(self._use, number))
 

@@ -10,7 +10,6 @@ from datasets import Dataset, Features, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from train.extras.cache import generated
 from train.records import Corpus, UserError
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
@@ -32,6 +31,8 @@ def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, *code
     key, column = {"documents": documents, "spec": spec}, Features({"json": Value("string")})
     try:
+        from train.extras.cache import generated  # here: benchmarks make tokenizers where datasets is missing
+
         rows: Any = generated(_trained, column, made_of, **key)
     except UserError:  # a cache that cannot be written costs only time
         rows = _trained(**key)

@@ -133,10 +133,7 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, size: Any = (6.2, 3.1)) -> str:
-    """A chart of ``size`` inches for a page, its legend in ``columns``; ``label`` is read aloud.
-
-    The ``<svg>`` element alone: as wide as its place, and with ids of its own.
-    """
+    """The ``<svg>`` of a chart of ``size`` inches, as wide as its place, legend in ``columns``; ``label`` is read."""
     try:
         from matplotlib import figure, rc_context
     except ImportError:  # as on a machine with a card that has little more than torch

@@ -22,10 +22,7 @@ _PIPELINES |= {"AutoModelForTokenClassification": "token-classification"}
 
 
 def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
-    """The ``README.md`` of ``final/``; of local paths it shows the last part only, since it may be published.
-
-    ``summary`` is as in ``summary.json``; every key may be missing.
-    """
+    """``final/README.md``, with the last part of local paths alone; any key of ``summary`` may be missing."""
     from huggingface_hub import ModelCardData
 
     dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
