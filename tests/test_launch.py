@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from train.config import Config
 from train.data import PreparedData
 from train.launch import Launch, accelerator_options, read_launch, shard_by_layer
-from train.model import ModelWithLoss
 from train.records import EXIT_ERROR
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -124,9 +123,8 @@ def test_accelerate_loads_no_model_with_a_persistent_buffer(
         network = AutoModelForCausalLM.from_config(config)
     plugin = SimpleNamespace(cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=None)
     state = SimpleNamespace(fsdp_plugin=plugin)
-    accelerator = SimpleNamespace(
-        is_fsdp2=True, state=state, gradient_state=SimpleNamespace(plugin_kwargs={}), autocast=lambda: lambda f: f
+    shard_by_layer(
+        SimpleNamespace(is_fsdp2=True, state=state, gradient_state=SimpleNamespace(plugin_kwargs={})), network
     )
-    shard_by_layer(accelerator, ModelWithLoss(network))
     assert plugin.cpu_ram_efficient_loading is loads_by_itself
     assert plugin.transformer_cls_names_to_wrap == [type(network.model.layers[0]).__name__]

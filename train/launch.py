@@ -101,13 +101,10 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     return options
 
 
-def shard_by_layer(accelerator: Any, with_loss: Any) -> None:
-    """Has FSDP2 gather one layer of the model at a time, where the launch file names no classes of its own."""
+def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
+    """Has FSDP2 gather one layer of ``network`` at a time, where the launch file names no classes of its own."""
     if not accelerator.is_fsdp2:
         return
-    network: nn.Module = with_loss.model
-    # As accelerate does under DDP: the policy casts weights and inputs, but fp32 may meet them within the model.
-    with_loss.forward = accelerator.autocast()(with_loss.forward)
     # Gradients kept whole on every rank between micro-batches would undo what sharding saved.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     plugin = accelerator.state.fsdp_plugin

@@ -105,7 +105,7 @@ def train(run: records.Run) -> int:
     # Model: built, changed by the extras, wrapped with its loss.
     seed_generators(optim.seed)
     with_loss = build_model(run, type(data.task), data.tokenizer, data.label_names)
-    launching.shard_by_layer(accelerator, with_loss)
+    launching.shard_by_layer(accelerator, with_loss.model)
     sizes = parameter_counts(with_loss.model)
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.

@@ -227,7 +227,7 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
-    shard_by_layer(run.accelerator, with_loss)
+    shard_by_layer(run.accelerator, with_loss.model)
     if (optim := run.config.optimization).optimizer == "adamw_8bit" and not initialised:
         optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
     else:

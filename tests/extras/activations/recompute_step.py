@@ -48,9 +48,9 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
         network, transfers = built(TIED, **settings).double(), LazyCopies()
         if checkpointing is not None:
             offloaded(network, transfers, *checkpointing)
-        shard_by_layer(accelerator, with_loss := ModelWithLoss(network))
+        shard_by_layer(accelerator, network)
         accelerator._models.clear()
-        model, optimizer = accelerator.prepare(with_loss, torch.optim.SGD(network.parameters(), lr=1.0))
+        model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
         norms = []
         for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
             parts = Rounds().form(ids, [lengths[i] for i in ids], BatchArithmetic(micro_batch_size, 1, launch.dp_size))

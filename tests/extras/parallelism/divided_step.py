@@ -71,7 +71,7 @@ def compared(run: Run, network: nn.Module) -> dict[str, float]:
     with_loss = ModelWithLoss(network, Task)
     run.extras.each("change_loss", run, with_loss)
     assert (with_loss.loss_in_head is not None) == (run.config.get("loss") == "chunked")
-    shard_by_layer(accelerator, with_loss)
+    shard_by_layer(accelerator, network)
     accelerator._models.clear()
     model, prepared = accelerator.prepare(with_loss, build_optimizer(run, network))
     engine = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))

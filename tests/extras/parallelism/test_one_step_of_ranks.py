@@ -73,7 +73,7 @@ def _step_on_a_rank(output: Path, rank: int) -> int:
     def found_by(way: Way | None) -> Differences:
         with_loss = ModelWithLoss(network := small_model("llama").to(dtype))
         run.extras.each("change_loss", run, with_loss)
-        shard_by_layer(accelerator, with_loss)
+        shard_by_layer(accelerator, network)
         accelerator._models.clear()
         model, optimizer = accelerator.prepare(with_loss, torch.optim.SGD(network.parameters(), lr=LEARNING_RATE))
         state = run.extras.first("state", network, optimizer.optimizer, {}, None)
