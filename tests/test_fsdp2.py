@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
 from test_distributed import FSDP2, killed_at_step_4
 from test_main import STEPS, trained_losses
 
+from train.extras.parallelism import Extra
 from train.figures import read_metrics
-from train.records import EXIT_DONE, EXIT_USAGE
+from train.launch import Launch
+from train.model import ModelWithLoss
+from train.records import EXIT_DONE, EXIT_USAGE, UserError
 
 pytestmark = pytest.mark.distributed
 MAIN = ROOT / "train" / "main.py"
@@ -183,6 +187,14 @@ def test_running_means_are_those_of_the_first_rank_as_under_ddp(file: str, recip
     for name in ("ddp", file, "resumed"):
         found[name] = {row["step"]: row["loss"] for row in metrics(tmp_path / name) if row["kind"] == "evaluation"}
     assert found[file] == pytest.approx(found["ddp"], rel=1e-5) and found["resumed"][4] == found[file][4]
+
+
+def test_a_parameter_that_is_a_number_is_named() -> None:
+    network = torch.nn.Module()
+    network.temperature = torch.nn.Parameter(torch.ones(()))
+    run: Any = SimpleNamespace(launch=Launch(2, engine="fsdp2"))
+    with pytest.raises(UserError, match=r"FSDP2 cannot divide temperature, .* make its shape \(1,\)\."):
+        Extra().change_loss(run, ModelWithLoss(network))
 
 
 EXPERTS = """

@@ -70,6 +70,9 @@ class Extra(extras.Extra):
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
+        scalar = next((name for name, p in model.model.named_parameters() if not p.ndim), None)
+        if run.launch.engine == "fsdp2" and scalar is not None:
+            raise UserError(f"FSDP2 cannot divide {scalar}, a single number: make its shape (1,).")
         if (kind := _kind(run.launch)) is not None:
             kind.prepare(run, model)
         elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
