@@ -11,10 +11,13 @@ import pytest
 import yaml
 from support import ROOT
 
+from train import extras
 from train.config import Config, dump, fields, from_values, parse, read_recipe, to_values
 from train.main import main
 from train.records import EXIT_USAGE, UsageError
 
+FORK = " This copy of the template is without the extras"
+"""What a fork adds to the message about unknown flags."""
 BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
 
 
@@ -153,7 +156,7 @@ def test_what_is_like_no_flag_leads_to_none(base: Path) -> None:
 def test_all_unknown_flags_are_told_at_once(base: Path) -> None:
     with pytest.raises(UsageError) as refused:
         parse(["--config", str(base), "--bf16", "--fsdp", "full_shard auto_wrap", "--save_steps", "10", "--seed", "7"])
-    assert str(refused.value).startswith(
+    assert str(refused.value).partition(FORK)[0] == (
         "unknown flag --bf16. Did you mean --mixed_precision bf16? unknown flag --fsdp. It belongs to the launch. Give "
         "accelerate launch --config_file accelerate_configs/fsdp2.yaml. unknown flag --save_steps. Did you mean "
         "--save_every_steps?"
@@ -170,6 +173,8 @@ def test_every_familiar_flag_leads_to_one_that_is_there_or_says_what_to_do() -> 
     familiar = yaml.safe_load((ROOT / "train/extras/familiar_flags.yaml").read_text(encoding="utf-8"))
     assert [name for name in familiar if name in fields()] == []
     wrong = {n: ours for n, ours in familiar.items() if ours.partition(" ")[0] not in fields() and ours[-1] != "."}
+    if extras.missing():
+        pytest.skip("in a fork some lead to what it lacks")
     assert wrong == {}
     files = [word for ours in familiar.values() for word in re.findall(r"[\w/]+\.(?:yaml|py)", ours)]
     assert [file for file in files if not (ROOT / file).exists()] == []
@@ -299,7 +304,7 @@ def test_all_unknown_keys_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         parse(["--config", str(tmp_path / "old.yaml")])
     gone = "unknown key streaming. It is gone, because datasets are read from the disk anyway. Leave it out."
-    assert str(error.value).startswith(f"{gone} unknown key learning_rat. Did you mean learning_rate?")
+    assert str(error.value).partition(FORK)[0] == f"{gone} unknown key learning_rat. Did you mean learning_rate?"
 
 
 def test_json_on_the_command_line_is_read_as_json(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ def test_the_plan_of_a_recipe_is_in_its_header(path: Path, tmp_path: Path, capsy
     hold_to_the_plan(path, tmp_path, capsys)
 
 
+@pytest.mark.slow
+def test_a_header_tells_what_is_needed_without_a_technique(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "recipes" / "qwen3_0.6b_131k_24gib.yaml"
+    [offloaded] = re.findall(rf"needs gradient_checkpointing_offload \(without it {FIGURE}\)", header_of(path))
+    [tiled] = re.findall(rf"without tiled_mlp it would need {FIGURE}", header_of(path))
+    for flag, figure in (("gradient_checkpointing_offload", offloaded), ("tiled_mlp", tiled)):
+        plan(["predict", *planned_by(path, tmp_path)[1:], f"--{flag}", "False"])
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("needed")]
+        assert float(figure) == pytest.approx(float(line.split()[1]), rel=0.01), flag
+
+
 LARGE = ("llama_3.1_8b_qlora_64k_24gib", "qwen3_0.6b_131k_24gib")  # takes long; planning them builds them too
 
 

@@ -113,11 +113,11 @@ def cells(row: dict[str, Any]) -> list[str]:
     first = [row["kernel"], "yes" if row["with_mask"] else "no"]
     if "error" in row:
         return [*first, row["error"], "", ""]
-    extra = row["extra_seconds"]
+    extra = {name: round(1e3 * seconds, 1) + 0.0 for name, seconds in row["extra_seconds"].items()}  # no -0.0
     return [
         *first,
         f"{1e3 * row['known_seconds']['median']:.2f}",
-        f"{1e3 * extra['median']:.1f} ({1e3 * extra['quartile_1']:.1f} to {1e3 * extra['quartile_3']:.1f})",
+        f"{extra['median']:.1f} ({extra['quartile_1']:.1f} to {extra['quartile_3']:.1f})",
         f"{row['host_bytes_per_length'] / 1024:,.0f}",
     ]
 

@@ -388,7 +388,7 @@ def test_what_24_gib_trained_is_that_of_the_results() -> None:
     assert number == fit and orders["steps"] == 5 and most < 2
     said = f"after five random steps](results/step_orders.md), in {number} orders, a step needs at most {most:.2f} %"
     assert said in words_of(after) and f"so all {fit} fit" in words_of(after)
-    assert f"as they may by [{most:.2f} % of the card]" in words_of(PAGE)
+    assert f"raise what a step needs by up to [{most:.2f} % of the card]" in words_of(PAGE)
     [step] = [row for row in tries if row["model"] == "8b"]
     whole = result("ladder")["tries"][-1]
     for row in (step, whole):

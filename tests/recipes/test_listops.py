@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support import ROOT
 
 from train.config import Config, Data
+from train.figures import gib, read_metrics
 from train.records import UsageError, UserError
 
 SMALL = {"train": 60, "validation": 10, "test": 10, "min_length": 20, "max_length": 100}
@@ -142,3 +145,13 @@ def test_options_that_allow_too_few_examples(listops: ModuleType, load: Load, mo
         load(train=1_000, min_length=0, max_length=5)
     with pytest.raises(UserError, match=r"only 0 of 80 distinct"):
         load(min_length=900, max_length=1000, max_depth=2)
+
+
+def test_the_header_of_the_long_task_has_the_figures_of_its_run() -> None:
+    rows = read_metrics(ROOT / "docs" / "results" / "listops-nvidia-h200" / "metrics.jsonl")
+    header = (ROOT / "recipes" / "listops_lra.yaml").read_text(encoding="utf-8")
+    first, last = rows[-3], rows[-1]  # before them the card had other work
+    times = [datetime.fromisoformat(row["time"]) for row in (first, last)]
+    seconds_per_step = (times[1] - times[0]).total_seconds() / (last["step"] - first["step"])
+    assert f"about {5000 * seconds_per_step / 60:.0f} minutes on an H200, by its first {last['step']} steps" in header
+    assert f"# peak:      {gib(max(row['peak_allocated_bytes'] for row in rows))} there" in header

@@ -21,8 +21,7 @@ def traced(weight: int, state: int, activations: int) -> dict[str, Any]:
     gradient, hidden = 900, 901
     trace = [
         (weight, 64 * MIB),
-        *[(gradient, 64 * MIB), (state, 128 * MIB)],
-        (gradient, -64 * MIB),
+        *[(gradient, 64 * MIB), (state, 128 * MIB), (gradient, -64 * MIB)],
         *[(hidden, activations * MIB), (gradient, 64 * MIB), (hidden, -activations * MIB)],
         (gradient, -64 * MIB),
         *[(hidden, MIB), (hidden, -MIB)],  # an evaluation

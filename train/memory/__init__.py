@@ -77,7 +77,7 @@ class Extra(extras.Extra):
 
 
 def is_known(launch: Launch) -> bool:
-    """Whether a step's memory can be predicted: not DeepSpeed's, of a rank's share of a layer or sequence, of HSDP."""
+    """Whether a step's memory can be predicted: not with DeepSpeed or HSDP, nor where layers or sequences are split."""
     replicates = os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1"
     return launch.mp_size == 1 and launch.engine != "deepspeed" and not replicates
 

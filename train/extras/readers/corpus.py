@@ -118,7 +118,10 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
 
 
 def _find(path: Path, data: Source) -> dict[str, list[str]]:
-    """A single file, or those of each split by a folder's names; without a split named train the nameless train."""
+    """A single file, or the files of each split that a folder's names tell.
+
+    Files that name no split are for training if none is named train.
+    """
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
             packed = " Decompress it first." if path.suffix.lower() in (".gz", ".zip", ".zst", ".bz2", ".xz") else ""

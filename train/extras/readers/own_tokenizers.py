@@ -30,9 +30,9 @@ def tokenizer_for(spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     code = map(inspect.getsource, (build_tokenizer, _beginning))
     made_of = documents._fingerprint, spec, TOKENIZER_TRAINING_BYTES, *code
     key, column = {"documents": documents, "spec": spec}, Features({"json": Value("string")})
-    try:
-        from train.extras.cache import generated  # here: benchmarks make tokenizers where datasets is missing
+    from train.extras.cache import generated  # here: benchmarks make tokenizers where datasets is missing
 
+    try:
         rows: Any = generated(_trained, column, made_of, **key)
     except UserError:  # a cache that cannot be written costs only time
         rows = _trained(**key)

@@ -133,7 +133,7 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, size: Any = (6.2, 3.1)) -> str:
-    """The ``<svg>`` of a chart of ``size`` inches, as wide as its place, legend in ``columns``; ``label`` is read."""
+    """The ``<svg>`` of a chart of ``size`` inches, its legend in ``columns``, with a ``label`` for screen readers."""
     try:
         from matplotlib import figure, rc_context
     except ImportError:  # as on a machine with a card that has little more than torch

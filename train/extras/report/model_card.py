@@ -22,7 +22,7 @@ _PIPELINES |= {"AutoModelForTokenClassification": "token-classification"}
 
 
 def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
-    """``final/README.md``, with the last part of local paths alone; any key of ``summary`` may be missing."""
+    """``final/README.md``. Of local paths it shows the last part only; any key of ``summary`` may be missing."""
     from huggingface_hub import ModelCardData
 
     dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
