@@ -49,7 +49,7 @@ def timed_steps() -> list[Step]:
 
     def add(self: kernels.Costs, flops: float, traffic: float, dtype: Any, repeats: int, reached: float) -> None:
         rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
-        is_attention = reached in (kernels.REACHED_ATTENTION_FLOPS, kernels.REACHED_FP32_ATTENTION_FLOPS)
+        is_attention = reached != kernels.REACHED_FLOPS
         computing = flops / rate * (kernels.REACHED_ATTENTION_FLOPS / reached if is_attention else 1)
         operators.append((is_attention, computing, traffic / self.bytes_per_second, repeats))
 

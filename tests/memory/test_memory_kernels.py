@@ -70,6 +70,15 @@ def test_attention_in_fp32_multiplies_three_times_in_tf32_where_the_card_has_it(
     assert seconds[0] / seconds[1] == pytest.approx(times)
 
 
+def test_memory_efficient_attention_takes_2_5_times_as_long_as_flash_in_half_precision() -> None:
+    q, seconds = torch.empty(1, 1, 512, 4096, dtype=torch.float16), dict[str, float]()
+    for kernel in KERNELS:
+        costs = Costs({torch.float16: 1e9}, 1e18)
+        costs.count(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default, (q, q, q), {}, q)
+        seconds[kernel] = costs.seconds
+    assert seconds["efficient"] / seconds["flash"] == pytest.approx(2.5)
+
+
 V100, T4, A100, ORIN, RTX_4090, H100 = (7, 0), (7, 5), (8, 0), (8, 7), (8, 9), (9, 0)
 B200, B300, RTX_5090, SPARK, UNKNOWN = (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

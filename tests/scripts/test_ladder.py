@@ -283,7 +283,7 @@ def test_a_card_is_held_to_a_smaller_one_in_the_process_that_measures(monkeypatc
     assert fractions == [pytest.approx((24 * 2**30 - h100.context_bytes) / h100.total_bytes)]
     assert held.name == "h100, held to 24 GiB" and held.total_bytes == 24 * 2**30
     question = rungs.question_of(rungs.rungs_of("0.5b")[0], held, 4096)
-    assert question.device.has_known_speed and question.room_bytes == int(24 * 2**30 * 0.98)
+    assert question.device.memory_bytes_per_second and question.room_bytes == int(24 * 2**30 * 0.98)
     for wrong in (0.1, 80):
         with pytest.raises(UsageError, match=f"--cap_gib {wrong:g}: give GiB"):
             building.held_to(h100, wrong)

@@ -58,7 +58,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
     ]
     lines = [f"{outcome.setting}:"]
     lines += [f"{label:<18}{gib(size):>12}  {note}".rstrip() for label, size, note in rows if size]
-    if device.has_known_speed:
+    if device.memory_bytes_per_second:
         seconds = prediction.seconds + outcome.link_seconds
         taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
         rate = count(question.world_size / outcome.seconds_per_token)
@@ -97,7 +97,7 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
         notes.append(UNPADDED)
     if question.device.kind == "cpu":
         notes.append("room is what is free of this machine's memory; Python and its libraries take about 0.5 GiB of it")
-    elif not question.device.has_known_speed and not question.on_cpu:
+    elif not question.device.memory_bytes_per_second and not question.on_cpu:
         notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by the speed of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")
@@ -119,7 +119,7 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
 
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     values = asdict(outcome)
-    if not question.device.has_known_speed:
+    if not question.device.memory_bytes_per_second:
         values["prediction"]["seconds"] = None
     del values["job"]
     shares = {"context_bytes": question.device.context_bytes, "nccl_bytes": question.nccl_bytes}

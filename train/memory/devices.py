@@ -17,17 +17,12 @@ class Device:
     total_bytes: int  # as torch reports ``total_memory``: less than what the card is sold with
     context_bytes: int = 0  # of a process on one device: the CUDA context and kernels, outside of the allocator
     compute_capability: tuple[int, int] | None = None  # (major, minor); None: no CUDA device, or unknown
-    memory_bytes_per_second: float | None = None  # bandwidth of the device's memory by the data sheet; None: unknown
+    memory_bytes_per_second: float | None = None  # by the data sheet; None: unknown, as are all speeds then
 
     @property
     def kind(self) -> str:
         """As torch calls the type of device."""
         return next((kind for kind in ("cpu", "mps") if self.name.startswith(kind)), "cuda")
-
-    @property
-    def has_known_speed(self) -> bool:
-        """Whether times can be estimated."""
-        return self.memory_bytes_per_second is not None
 
 
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less

@@ -52,6 +52,7 @@ CUDNN = torch.backends.cudnn.version() or 92400  # that of torch 2.14's wheels f
 CUDNN_FIRST = CUDNN > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 # Shares of the published rates that large kernels reach, as steps on an H200 showed (docs/results/memory_accuracy-*):
 REACHED_FLOPS, REACHED_ATTENTION_FLOPS, REACHED_BANDWIDTH = 0.7, 0.5, 0.65
+REACHED_EFFICIENT_FLOPS = 0.2  # 2.5 times as long as flash (docs/results/attention_shapes-nvidia-h200.md)
 REACHED_FP32_ATTENTION_FLOPS = 0.033  # of bf16's rate: CUTLASS multiplies three times in TF32, with or without TF32 on
 LAUNCH_SECONDS = 1e-5  # least time of an operator: Python and autograd launching its kernel
 
@@ -81,6 +82,8 @@ class Costs:
             flops, reached = _attention_flops(func._schema.name, given), REACHED_ATTENTION_FLOPS
             if dtype == torch.float32 and torch.bfloat16 in self.flops_per_second:  # since Ampere
                 dtype, reached = torch.bfloat16, REACHED_FP32_ATTENTION_FLOPS
+            elif dtype in HALF and "efficient" in func._schema.name:
+                reached = REACHED_EFFICIENT_FLOPS
         elif formula is not None:
             flops = float(formula(*args, **kwargs, out_val=result))
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))

@@ -28,7 +28,7 @@ def target_of(device: Device) -> Target:
     """``device`` as a prediction needs it; a card of unknown speed has the rates of the stand-in."""
     if device.kind != "cuda":
         return Target(device.kind)
-    rated = device if device.has_known_speed else find_device(STAND_IN)
+    rated = device if device.memory_bytes_per_second else find_device(STAND_IN)
     capability = device.compute_capability or (8, 0)  # AMD's, and cards of unknown speed, have the kernels of an A100
     return Target(
         device_type="cuda",
