@@ -22,6 +22,7 @@ from scripts.benchmarks.study.cards_page import (
     smallest_card,
     write,
 )
+from train.memory.__main__ import main as plan
 from train.memory.devices import find_device
 
 GIB = 2**30
@@ -133,7 +134,11 @@ def test_what_cannot_be_asked_is_said(
 
 
 @pytest.mark.slow
-def test_a_recipe_is_predicted_and_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_predicted_and_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     words = ["cards", "--config", "recipes/quickstart.yaml", "--lengths", "65536", "--cards", "rtx-4090,t4"]
     words += ["--output_dir", str(tmp_path)]
     assert main(words) == 0
@@ -147,3 +152,9 @@ def test_a_recipe_is_predicted_and_continued(tmp_path: Path, capsys: pytest.Capt
     assert least["t4", "nothing"] > least["t4", "chunked loss"] > least["t4", "activation checkpointing"]
     assert {speed["card"] for speed in found["speeds"]} == {"rtx-4090", "t4"}
     assert all(speed["tokens_per_second"] > 0 for speed in found["speeds"])
+
+    flags = ["--max_length", "65536", "--gradient_checkpointing", "none", "--loss", "full", "--mixed_precision", "bf16"]
+    asked = ["predict", "--config", "recipes/quickstart.yaml", *flags, "--device", "a100-80", "--json"]
+    assert plan(asked) == 0  # which reckons, as a run, with segments that grow
+    told = json.loads(capsys.readouterr().out)["prediction"]["least_reserved_bytes"]
+    assert least["a100-80", "nothing"] == told

@@ -4,8 +4,8 @@
     python scripts/study.py cards --config recipe.yaml --output_dir runs/cards        # yours; takes training flags
 
 Needs no GPU and downloads nothing: each cell executes the real step on tensors without data. Memory is predicted once
-for cards with bf16 and once for those without; what a card's context takes is added. Largest micro-batches between two
-that were predicted are interpolated. Speed is a roofline estimate, with the least saving technique that fits.
+for cards with bf16 and once for those without; what a card's context takes is added. Speed is a roofline estimate, with
+the least saving technique that fits.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> int:
             raise UsageError(f"--cards: {others[0]} has no memory of its own: give cards, such as rtx-4090 or 24GiB.")
         asked = own_questions(words) if words else published_questions(own.models.split(","))
         own.output_dir.mkdir(parents=True, exist_ok=True)
+        building.use_expandable_segments()  # as a run on a card does
         command = shlex.join(["cards", *arguments])
         cells, speeds = predicted(asked, cards, own.lengths, own.output_dir / "cells.jsonl")
         found = {
