@@ -135,9 +135,8 @@ class Fork:
         """The files of tests that need nothing that is gone, with their text: some lose single tests."""
         signs = [TABLES["template"], *(TABLES["tests"][name] for name in self.gone if name in TABLES["tests"])]
         signs += [f"train[./]{part.removesuffix('.py').replace('/', '[./]')}\\b" for part in self.gone.values()]
-        for name in self.options:
-            signs.append(rf"--{name}\b|^{name}: |\b{name}=")
-            signs += [f"['\"]{name}['\"]"] if name != "loss" else []  # which is a metric, too
+        signs += [rf"--{name}\b|^{name}: |\b{name}=" for name in self.options]
+        signs += [f"['\"]{name}['\"]" for name in self.options if name != "loss"]  # which is a metric, too
         sign, shared = re.compile("|".join(signs), re.M), {ROOT / "tests" / name for name in SHARED}
         whole = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
         texts = {path: text if path in shared else without_tests(text, sign) for path, text in whole.items()}

@@ -25,7 +25,7 @@ from scripts.benchmarks.study import ablation, batch_size, learning_rate, trials
 from scripts.benchmarks.study.trials import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, Interval, Outcome
 from train.config import parse
 from train.optim import num_warmup_steps
-from train.records import UsageError, arithmetic_of
+from train.records import EXIT_STOPPED, UsageError, arithmetic_of
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -33,7 +33,7 @@ RESULTS = ROOT / "docs" / "results"
 def outcome(variant: str, seed: int, value: float, **more: Any) -> Outcome:
     metrics = {"bits_per_byte": value, "loss": 2 * value, "accuracy": value}
     own = {"metric_name": "bits_per_byte", "peak_bytes": 2**30, "tokens_per_second": 100.0, "seconds": 1.0}
-    return Outcome(variant, seed, DONE, metrics=metrics, **{**own, **more})
+    return Outcome(variant, seed, DONE, **{"metrics": metrics, **own, **more})
 
 
 def results(*outcomes: Outcome, target_loss: float | None = None) -> dict[str, Any]:
@@ -156,6 +156,20 @@ def test_greater_is_better_where_it_is() -> None:
     assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "accuracy").startswith("better by 0.1")
     assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "loss").startswith("worse by 0.1")
     assert "one seed cannot tell" in ablation.difference_text(trials.interval([0.1]), "loss")
+    errors = [outcome(name, seed, 0, metric_name="wer", greater_is_better=False, metrics={"wer": value + seed / 100})
+              for name, value in (("baseline", 0.6), ("a", 0.3)) for seed in (1, 2)]  # fmt: skip
+    assert "wer: better by 0.3 " in ablation.sentences(results(*errors))[0]  # as its task says, not its name
+
+
+def test_a_metric_that_a_variant_lacks_is_left_out_of_its_row(tmp_path: Path) -> None:
+    """It was not a number, or the variant has another task."""
+    base, lacks = [outcome("baseline", 1, 1.0)], outcome("a", 1, 2.0, metric_name="loss", metrics={"loss": 4.0})
+    found = results(*base, lacks)
+    assert "bits per byte: not known of both with any seed." in ablation.sentences(found)[0]
+    assert [row[2:5] for row in ablation.rows(found)[1:]] == [["1", "", "2"], ["", "", "4"]]
+    about = {"title": "t", "command": "c", "hardware": {"cpu": "x", "cpu_cores": 1, "gpus": []}, "versions": {}}
+    ablation.pages(tmp_path, {**found, **about, "date": "2026-01-01"})
+    assert "| a | 1 |  |  | 4 | 1.00 GiB |" in (tmp_path / "t.md").read_text(encoding="utf-8")
 
 
 def test_what_was_not_measured_stands_in_its_row() -> None:
@@ -300,6 +314,45 @@ def test_what_a_run_depends_on_names_it(given: str, tmp_path: Path) -> None:
     assert (second := key()) != first
     recipe.write_text(recipe.read_text().replace("n_layer: 2", "n_layer: 1"))
     assert key() != second
+
+
+def test_a_run_depends_on_the_task_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--config", str(write_recipe(tmp_path))]
+    monkeypatch.setattr(trials.harness, "ROOT", tmp_path)
+    (tmp_path / "train" / "tasks").mkdir(parents=True)
+    keys = set()
+    for name in ("step.py", "tasks/causal_lm.py", "tasks/other.py"):
+        (tmp_path / "train" / name).write_text("changed")
+        keys.add(trials.Trials(tmp_path, words)._key(trials.Trial("a", 1, ())))
+    assert len(keys) == 2  # another task is not part of it
+
+
+def test_a_run_that_a_signal_stopped_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.subprocess, "Popen", lambda *args, **options: Namespace(wait=lambda: EXIT_STOPPED))
+    with pytest.raises(KeyboardInterrupt):
+        trials.Trials(tmp_path, ["--config", str(write_recipe(tmp_path))]).run([trials.Trial("a", 1, ())])
+    assert not list(tmp_path.rglob("outcome.json"))
+
+
+def test_a_trial_is_not_uploaded_and_a_metric_that_is_not_a_number_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(words: list[str], **options: Any) -> Any:
+        config = parse(words[2:])
+        assert not config.get("push_to_hub") and not config.get("hub_private_repo")
+        folder = Path(config.output.output_dir)
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+        own = {"peak_allocated_bytes": 1, "tokens_per_second": 1.0, "training_seconds": 1.0}
+        found = {**own, "metric_name": "mcc", "result": {"validation": {"loss": 2.0, "mcc": None}}}
+        (folder / "summary.json").write_text(json.dumps(found))
+        return Namespace(wait=lambda: 0)
+
+    monkeypatch.setattr(trials.subprocess, "Popen", finish)
+    flags = ["--push_to_hub", "--hub_model_id", "me/mine", "--hub_private_repo"]
+    runs = trials.Trials(tmp_path, ["--config", str(write_recipe(tmp_path)), *flags])
+    [made] = runs.run([trials.Trial("a", 1, ())])
+    assert (made.metric_name, made.metrics) == ("loss", {"loss": 2.0})
 
 
 def test_a_loss_that_is_to_be_reached_is_looked_for_during_the_run(tmp_path: Path) -> None:

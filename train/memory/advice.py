@@ -56,8 +56,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
         ("room", question.room_bytes, f"{gib(question.total_bytes)} less {100 * MARGIN:.0f} %"),
         ("host memory", outcome.host_bytes, "for what is offloaded, per process"),
     ]
-    lines = [f"{outcome.setting}:"]
-    lines += [f"{label:<18}{gib(size):>12}  {note}".rstrip() for label, size, note in rows if size]
+    lines = [f"{outcome.setting}:", *(f"{name:<18}{gib(n):>12}  {note}".rstrip() for name, n, note in rows if n)]
     if device.memory_bytes_per_second:
         seconds = prediction.seconds + outcome.link_seconds
         taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"

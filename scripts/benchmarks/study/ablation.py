@@ -121,11 +121,13 @@ def sentences(found: dict[str, Any]) -> list[str]:
         memory = statistics.median((own[s].peak_bytes or 0) / (base[s].peak_bytes or 1) for s in seeds)
         speeds = [(own[s].tokens_per_second or 0) / (base[s].tokens_per_second or 1) for s in seeds]
         spread = f" ({min(speeds):.2f} to {max(speeds):.2f} by seed)" if len(seeds) > 1 else ""
-        name = done[0].metric_name
+        name, grows = done[0].metric_name, done[0].greater_is_better
+        both = paired(done, variant, BASELINE, name)
+        difference = difference_text(interval(both), name, grows) if both else "not known of both with any seed"
         said.append(
             f"{variant}: {memory:.2f} × the memory and {statistics.median(speeds):.2f} × the tokens per second{spread} "
             f"of the {BASELINE}; "
-            f"{name.replace('_', ' ')}: {difference_text(interval(paired(done, variant, BASELINE, name)), name)}.{some}"
+            f"{name.replace('_', ' ')}: {difference}.{some}"
         )
     seeds = len({outcome.seed for outcome in outcomes})
     few = " A few seeds on one model say little: small differences stay hidden." if seeds < 10 else ""
@@ -136,8 +138,11 @@ def sentences(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def difference_text(difference: Interval, name: str) -> str:
-    """A difference in words: better or worse where it is shown, none where it is not."""
+def difference_text(difference: Interval, name: str, grows: bool | None = None) -> str:
+    """A difference in words: better or worse where it is shown, none where it is not.
+
+    ``grows``: whether a greater value is better; None: as the metric's name tells.
+    """
     if difference.count < 2:
         return f"{difference.mean:+.4g}, of which one seed cannot tell the cause"
     if difference.low == difference.high == 0:
@@ -145,15 +150,16 @@ def difference_text(difference: Interval, name: str) -> str:
     span = f"95 % interval {difference.low:+.3g} to {difference.high:+.3g}"
     if not difference.is_shown:
         return f"no difference shown ({span})"
-    is_better = (difference.mean < 0) == any(part in name for part in SMALLER_IS_BETTER)
+    falls = any(part in name for part in SMALLER_IS_BETTER) if grows is None else not grows
+    is_better = (difference.mean < 0) == falls
     return f"{'better' if is_better else 'worse'} by {abs(difference.mean):.3g} ({span})"
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """The table: a row a variant, and before them the titles."""
     outcomes, target = outcomes_of(found), found["flags"]["target_loss"]
-    names = [outcome.metric_name for outcome in outcomes if outcome.status == DONE]
-    metric, until = (names[0] if names else "metric").replace("_", " "), f"until loss {target}"
+    name = next((outcome.metric_name for outcome in outcomes if outcome.status == DONE), "metric")
+    metric, until = name.replace("_", " "), f"until loss {target}"
     made = [["variant", "runs", metric, "difference", "loss", "peak", "tokens/s", until if target else "", ""]]
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.variant == variant]
@@ -163,9 +169,11 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         if not done:
             made.append([variant, *[""] * 7, note])
             continue
-        name = done[0].metric_name
-        value, difference = interval([o.metrics[name] for o in done]), paired(outcomes, variant, BASELINE, name)
-        half = f" ± {value.high - value.mean:.2g}" if value.count > 1 else ""
+        difference = paired(outcomes, variant, BASELINE, name)
+        values = [o.metrics[name] for o in done if name in o.metrics]
+        value = interval(values) if values else None
+        half = f" ± {value.high - value.mean:.2g}" if value and value.count > 1 else ""
+        mean = f"{value.mean:.4g}{half}" if value else ""  # another task, or not a number
         against = "" if variant == BASELINE or not difference else _short(interval(difference))
         seen = [outcome for outcome in done if len(outcome.evaluations) > 1]
         times = [reached(outcome, target) for outcome in seen] if target is not None else []
@@ -178,7 +186,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         loss = interval([outcome.loss or 0.0 for outcome in done]).mean
         peak, speed = ([getattr(o, key) or 0 for o in done] for key in ("peak_bytes", "tokens_per_second"))
         middle = gib(statistics.median(peak)), count(statistics.median(speed))
-        made.append([variant, str(len(done)), f"{value.mean:.4g}{half}", against, f"{loss:.4g}", *middle, until, note])
+        made.append([variant, str(len(done)), mean, against, f"{loss:.4g}", *middle, until, note])
     return made
 
 

@@ -78,8 +78,11 @@ def loaded(folder: Path, words: Sequence[str], num_rows: int) -> tuple[nn.Module
     # The ends of documents are short, and all rows are cut to the shortest.
     long = [row for row in longest if len(row) >= LONG_SHARE * len(longest[0])]
     longest = long if len(long) >= LEAST_ROWS else longest[:LEAST_ROWS]
-    if len(longest) < 2 or len(longest[-1]) < 4 * NEEDLE_TOKENS:
-        raise UsageError("--rows: the validation data has too few rows as long as that. Give fewer, or other data.")
+    least = 4 * NEEDLE_TOKENS
+    if len(longest) < 2 or len(longest[-1]) < least:
+        enough = sum(len(row) >= least for row in tokens)
+        remedy = "Validate on longer documents, or on more of them"
+        raise UsageError(f"--run {folder}: {enough} rows of its validation data have {least} tokens or more. {remedy}.")
     rows = torch.stack([row[: len(longest[-1])] for row in longest]).long()
     return model, rows
 

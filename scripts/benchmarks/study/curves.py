@@ -24,6 +24,7 @@ Rows: TypeAlias = Sequence[Sequence[str]]
 
 def variants_chart(outcomes: Sequence[Outcome], name: str) -> Chart:
     """A metric of each variant: every seed as a dot, the mean and its 95 % interval as a line."""
+    outcomes = [outcome for outcome in outcomes if name in outcome.metrics]
     variants = list(dict.fromkeys(outcome.variant for outcome in outcomes))
 
     def draw(axes: Axes) -> None:

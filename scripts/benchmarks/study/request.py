@@ -90,6 +90,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     from train.memory.question import position_limit, vocabulary_size
 
     classifies = building.is_classifier(config)
+    if classifies and not any(word.startswith("--techniques") for word in arguments):  # few classes: nothing to save
+        techniques = {name: changes for name, changes in techniques.items() if "loss" not in changes}
     limit = position_limit(config)
     if limit is not None and max(lengths) > limit:
         raise UsageError(
@@ -152,7 +154,8 @@ def _own_flags() -> Parser:
         metavar="NAME,NAME...",
         type=_names,
         default=DEFAULT_TECHNIQUES,
-        help=f"of {', '.join(PARTS)}, and several joined by + (default: %(default)s)",
+        help=f"of {', '.join(PARTS)}, and several joined by + (default: %(default)s; without chunked_loss for a task "
+        "with classes of its own)",
     )
     add(
         "tokens_per_update",

@@ -26,11 +26,11 @@ import numpy as np
 from tqdm import tqdm
 
 from scripts.benchmarks import building, harness
-from train.config import argument
+from train.config import argument, fields
 from train.figures import duration, gib, read_metrics, writable
 from train.memory.__main__ import Parser
 from train.memory.predict import Predictor, Target
-from train.records import EXIT_DONE, UserError
+from train.records import EXIT_DONE, EXIT_STOPPED, UserError
 
 DONE, REFUSED, OUT_OF_MEMORY, DIVERGED, FAILED = "done", "refused", "out of memory", "diverged", "failed"
 EVALUATIONS = 10  # of a run, where it matters when a loss is reached
@@ -61,6 +61,8 @@ class Outcome:
     key: str = ""
     """Names the flags and versions that the figures depend on."""
     metric_name: str = ""
+    greater_is_better: bool | None = None
+    """Of that metric; None: its name tells."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation of the validation split."""
     peak_bytes: int | None = None
@@ -218,7 +220,8 @@ class Trials:
             labels = 2 if building.is_classifier(config) else 0
             found = predictor.predict(job_of(config, target, vocabulary_size(config), labels))
         except UserError as error:
-            return f"memory not predicted ({error})", 0.0
+            why = re.sub(r" (Give it|Or give)[^.]*: --vocab_size \d+\.", "", str(error))  # a flag of the planner alone
+            return f"memory not predicted ({why})", 0.0
         memory, steps = f"predicted peak {gib(found.peak_bytes)}", config.optimization.max_steps
         if not steps or not found.seconds:
             return memory, 0.0
@@ -255,26 +258,37 @@ class Trials:
         return outcome if outcome.key == self._key(trial) and outcome.status != FAILED else None
 
     def _key(self, trial: Trial) -> str:
-        """A digest of all that the figures depend on: the text of recipes, and of files with functions, is part of it.
+        """A digest of all that the figures depend on: the text of recipes, of the task, of the step and of functions.
 
         What those files import, and documents, are not.
         """
         recipes = [Path(word.rpartition("=")[2]) for word in self._words if word.endswith((".yaml", ".yml"))]
         text = [recipe.read_text(encoding="utf-8") for recipe in recipes if recipe.is_file()]
         text += building.texts_of_functions(*self._words, *trial.flags, *text)
+        text += [file.read_text(encoding="utf-8") for file in self._own_files(trial) if file.is_file()]
         return hashlib.sha256(repr((self._words, trial, text, self._versions)).encode()).hexdigest()[:20]
+
+    def _own_files(self, trial: Trial) -> list[Path]:
+        """Where a fork changes the task and the step."""
+        try:
+            task = building.parsed_config([*self._words, *trial.flags]).data.task
+        except UserError:  # flags that do not go together
+            return []
+        return [harness.ROOT / "train" / "tasks" / f"{task}.py", harness.ROOT / "train" / "step.py"]
 
     def _made(self, trial: Trial) -> Outcome:
         key, output = self._key(trial), self.folder_of(trial) / "run"
         if reason := self.refusal(trial):
             return Outcome(trial.variant, trial.seed, REFUSED, reason, key)
         status, errors = self._trained(trial, output)
+        if status == EXIT_STOPPED:  # by a signal that this process did not get, or ignores
+            raise KeyboardInterrupt
         summary_path = output / "summary.json"
         if status != EXIT_DONE or not summary_path.exists():
             return Outcome(trial.variant, trial.seed, kind_of(errors), reason_of(errors, status), key)
         summary = json.loads(summary_path.read_text(encoding="utf-8"))
         metrics = {k: float(v) for k, v in summary["result"]["validation"].items() if isinstance(v, int | float)}
-        is_finite = math.isfinite(metrics.get("loss", math.nan))
+        is_finite, name = math.isfinite(metrics.get("loss", math.nan)), summary["metric_name"]
         log = read_metrics(output / "metrics.jsonl")
         losses, evaluations = curves(log)
         return Outcome(
@@ -283,7 +297,8 @@ class Trials:
             status=DONE if is_finite else DIVERGED,
             reason=None if is_finite else "the loss at the end is not a number",
             key=key,
-            metric_name=summary["metric_name"],
+            metric_name=name if name in metrics else "loss",  # a metric that is not a number is left out
+            greater_is_better=self._grows(trial, name) if name in metrics else False,
             metrics=metrics,
             peak_bytes=summary["peak_allocated_bytes"],
             tokens_per_second=summary["tokens_per_second"],
@@ -293,9 +308,19 @@ class Trials:
             noise_scales=noise_scales(log),
         )
 
+    def _grows(self, trial: Trial, name: str) -> bool | None:
+        """Whether a greater value of the metric ``name`` is better, as far as the flags or the task say it."""
+        from train.tasks import load_task
+
+        config = building.parsed_config([*self._words, *trial.flags])
+        asked, task = config.get("greater_is_better"), load_task(config.data.task)
+        return task.greater_is_better if asked is None and name == task.default_metric else asked
+
     def _trained(self, trial: Trial, output: Path) -> tuple[int, str]:
         """Exit status and error output of the run."""
         own = ["--seed", str(trial.seed), "--output_dir", str(output), "--predict_memory", "False"]
+        for name in ("push_to_hub", "hub_private_repo"):  # a trial is not for others
+            own += [f"--{name}", "False"] if name in fields() else []
         words = [sys.executable, str(harness.ROOT / "train" / "main.py"), *self._words, *trial.flags, *own]
         self.folder_of(trial).mkdir(parents=True, exist_ok=True)
         begun, key = self.folder_of(trial) / "key", self._key(trial)

@@ -14,6 +14,7 @@ import datasets
 import pytest
 import torch
 from support import run_for
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from train.batching import Loading
 from train.config import Architecture, Config, Data, Optimization
@@ -27,6 +28,8 @@ from train.step import Engine
 
 TWO = Launch(world_size=2, engine="deepspeed")
 SEQUENCES = replace(TWO, sp_size=2)
+SHAPE = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=8)
+SHAPE.num_key_value_heads = 2
 
 
 def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None = None, **given: Any):
@@ -127,8 +130,9 @@ def fake(stage: int = 2, training: bool = True) -> Any:
     engine = SimpleNamespace(
         zero_optimization_stage=lambda: stage,
         train_micro_batch_size_per_gpu=lambda: 2,
-        module=SimpleNamespace(training=training),
+        module=torch.nn.Module().train(training),
     )
+    engine.module.model = AutoModelForCausalLM.from_config(SHAPE)
     return SimpleNamespace(deepspeed_engine_wrapped=SimpleNamespace(engine=engine), num_processes=4, process_index=3)
 
 
@@ -151,9 +155,9 @@ def ulysses(accelerator: Any) -> Ulysses:
         ({"head_dim": None}, None),
         ({"output_router_logits": False}, None),
         ({"output_router_logits": True}, "its experts are balanced over whole sequences"),
-        ({"num_attention_heads": 3}, "its 3 heads, 2 of keys, are not a multiple of 2"),
-        ({"num_key_value_heads": 3}, "its 4 heads, 3 of keys"),
-        ({"num_key_value_heads": None}, "its 4 heads, None of keys"),
+        ({"num_attention_heads": 3}, r"2 does not divide its 3 heads, 2 of keys\. Take a size that does\. Use a model"),
+        ({"num_key_value_heads": 3}, "2 does not divide its 4 heads, 3 of keys"),
+        ({"num_key_value_heads": None}, r"its 4 heads, \? of keys"),
     ],
 )
 def test_attention_that_ulysses_cannot_divide_is_refused(
@@ -181,8 +185,13 @@ def test_sequences_are_divided_in_training_and_whole_in_evaluation() -> None:
     with ulysses(fake()).share(batch) as part:
         assert part.labels.shape == (2, 4)
         assert torch.equal(part.labels, batch.labels[:, 4:])
-    with ulysses(fake(training=False)).share(batch) as part:
+    accelerator = fake(training=False)
+    layers = accelerator.deepspeed_engine_wrapped.engine.module.model.model.layers
+    assert [layer.self_attn.num_key_value_groups for layer in layers] == [2, 2]
+    layers[1].self_attn.num_key_value_groups = 1  # DeepSpeed does so where there are more ranks than heads of keys
+    with ulysses(accelerator).share(batch) as part:
         assert part is batch
+    assert [layer.self_attn.num_key_value_groups for layer in layers] == [2, 2]
 
 
 def batch_of(length: int, **more: Any) -> MicroBatch:

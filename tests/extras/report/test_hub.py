@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import RepoUrl
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from support import write_recipe
 
+from train.config import parse
 from train.main import main
+from train.records import UsageError
 
 
 class Hub:
@@ -23,7 +26,7 @@ class Hub:
         if not self.is_reachable:
             raise ConnectionError("no route to the Hub")
         self.asked.append((name, private, exist_ok))
-        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
+        return RepoUrl(f"https://huggingface.co/{name if '/' in name else f'me/{name}'}")
 
     def upload_folder(self, repo_id: str, folder_path: Path) -> None:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
@@ -37,7 +40,9 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "someone/small", "--hub_private_repo"]
     assert main(words) == 1
-    assert "push_to_hub: someone/small: ConnectionError. The model is in" in capsys.readouterr().err
+    assert (
+        "push_to_hub: someone/small: ConnectionError: no route to the Hub. The model is in" in capsys.readouterr().err
+    )
     assert (tmp_path / "run" / "final" / "README.md").is_file()
 
     monkeypatch.setattr(Hub, "is_reachable", True)
@@ -54,12 +59,32 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
 
 
 def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setattr(Hub, "asked", [], raising=False)
     monkeypatch.setattr(Hub, "is_reachable", True)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "small"]) == 0
+    assert "uploaded: https://huggingface.co/me/small\n" in capsys.readouterr().out
     created, (name, _) = Hub.asked
     assert created == ("small", None, True) and name == "me/small"  # private or not: as the organisation has it
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("me/x", "x", "me/x.y-1_z", "a" * 96),
+        *("me/x..y", "me/x--y", "me/x.git", "me/x-", "me/x.", "me/.x", "-me/x", "mé/x", "a/b/c"),
+        *("a" * 97, "me/", "/x", "../x", "me/x y"),
+    ],
+)
+def test_a_name_that_the_hub_would_refuse_is_refused_before_training(name: str) -> None:
+    words = ["--config", "recipes/quickstart.yaml", "--push_to_hub", f"--hub_model_id={name}"]
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        with pytest.raises(UsageError, match=r"hub_model_id: .*: write user/name, as the Hub names repositories"):
+            parse(words)
+    else:
+        assert parse(words).get("hub_model_id") == name

@@ -265,7 +265,6 @@ class Extra(extras.Extra):
         return 0 if is_new else max(by_step(Path(self._config.output.output_dir) / "checkpoints"), default=0)
 
     def _how_to_resume(self) -> str:
-        """What to do when the run was cut off."""
         if self._is_trained:
             return f"Training is done and its checkpoint is written: {self._same_command()} makes what is missing."
         if step := self._newest_step():

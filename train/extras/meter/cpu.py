@@ -104,7 +104,6 @@ class CpuMeter(MemoryMeter):
         return [m for extent, m in self._followed[self._is_step].items() if all(map(operator.ge, extent, self._extent))]
 
     def _left_bytes(self) -> int:
-        """What followed steps made and left behind."""
         return sum(size for kind, size in self._tracker.bytes_by_kind.items() if kind not in HELD)
 
     def _list_left(self) -> Inventory:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from train.extras.parallelism.deepspeed_engine import DeepSpeed
 from train.model import ModelWithLoss
-from train.records import IGNORE, MicroBatch, Run, UserError
+from train.records import IGNORE, MicroBatch, Run, UsageError, UserError
 from train.step import Engine
 
 
@@ -45,7 +45,7 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
 
 
 def check_model(model: nn.Module, field: str, obstacle_of: Callable[[nn.Module, Any], str | None]) -> None:
-    """Raises UserError, with the reason, unless the sequences of ``model`` can be divided."""
+    """Raises UsageError, with the reason, unless the sequences of ``model`` can be divided."""
     config: Any = getattr(model, "config", None)
     name, text = getattr(config, "model_type", type(model).__name__), config and config.get_text_config()
     obstacle = obstacle_of(model, text) if config is not None else "it is not a transformers model"
@@ -54,7 +54,7 @@ def check_model(model: nn.Module, field: str, obstacle_of: Callable[[nn.Module, 
     if obstacle is not None:
         remedy = "Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml"
         why = f"{name} cannot divide its sequences among ranks: {obstacle}. {remedy}"
-        raise UserError(f"parallelism_config_{field} in the launch file: {why}.")
+        raise UsageError(f"parallelism_config_{field} in the launch file: {why}.")
 
 
 class ContextParallel(Engine):
@@ -62,7 +62,7 @@ class ContextParallel(Engine):
 
     @staticmethod
     def prepare(run: Run, model: ModelWithLoss) -> None:
-        """Raises UserError unless the model's sequences can be divided."""
+        """Raises UsageError unless the model's sequences can be divided."""
         check_model(model.model, "cp_size", obstacle_to_context)
 
     @contextmanager
@@ -137,7 +137,7 @@ def obstacle_to_ulysses(config: Any, ranks: int, max_length: int) -> str | None:
     if other or (window and window < max_length):
         return f"it has {', '.join(other) or f'a sliding_window of {window} tokens in sdpa'}"
     if of_keys is None or heads % ranks or (of_keys % ranks and ranks % of_keys):
-        return f"its {heads} heads, {of_keys} of keys, are not a multiple of {ranks}"
+        return f"{ranks} does not divide its {heads} heads, {of_keys or '?'} of keys. Take a size that does"
     return None
 
 
@@ -163,8 +163,11 @@ class Ulysses(DeepSpeed):
         return self.accelerator.num_processes // (1 if self.engine.zero_optimization_stage() == 3 else self.mp_size)
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        """This rank's stretch of every sequence; the whole batch in evaluation, where nothing is exchanged."""
+        """This rank's stretch of every sequence; in evaluation the whole, by as many heads as the model has."""
         if not self.engine.module.training:
+            text, modules = self.engine.module.model.config.get_text_config(), self.engine.module.modules()
+            for attention in (module for module in modules if hasattr(module, "num_key_value_groups")):
+                attention.num_key_value_groups = text.num_attention_heads // text.num_key_value_heads
             return nullcontext(micro_batch)
         rank, num_rows = self.accelerator.process_index % self.mp_size, self.engine.train_micro_batch_size_per_gpu()
         return nullcontext(part_of_sequences(micro_batch, rank, self.mp_size, num_rows))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from train.model import ModelWithLoss
-from train.records import Run, UserError
+from train.records import Run, UsageError
 from train.step import Engine
 
 GRADIENT_SUM = "replicated_with_grad_allreduce"
@@ -39,7 +39,7 @@ class TensorParallel(Engine):
         """Leaves this rank its part of the weights, on its device, and has the model work with it.
 
         To be called before the optimizer is built. The model is the same on all ranks; whole weights become those of
-        the first. Raises UserError if the model has no plan, or cannot be divided among so many ranks.
+        the first. Raises UsageError if the model has no plan, or cannot be divided among so many ranks.
         """
         assert run.accelerator.torch_device_mesh is not None
         model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
@@ -64,7 +64,7 @@ class TensorParallel(Engine):
 
 
 def plan_of(model: Any, ranks: int) -> dict[str, str]:
-    """The style of each module of ``model`` that is divided, by the module's name; raises UserError as above."""
+    """The style of each module of ``model`` that is divided, by the module's name; raises UsageError as above."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
     plan, modules = {}, dict(model.named_modules())
@@ -77,16 +77,16 @@ def plan_of(model: Any, ranks: int) -> dict[str, str]:
         if style in STYLES and isinstance(module, nn.Linear):
             width = module.in_features if style.startswith("rowwise") else module.out_features
             if width % ranks and style in ("colwise", "rowwise"):
-                raise UserError(f"tensor parallelism: {key} of {name} is {width} wide, {_UNEVEN.format(ranks)}")
+                raise UsageError(f"tensor parallelism: {key} of {name} is {width} wide, {_UNEVEN.format(ranks)}")
         elif style != GRADIENT_SUM or module is None:
-            raise UserError(f"tensor parallelism: the plan of {name} has {style!r} for {key}: not supported. {_REMEDY}")
+            raise UsageError(f"tensor parallelism: {name} plans {style!r} for {key}: not supported. {_REMEDY}")
     if not plan:
-        raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
+        raise UsageError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
     if any(style == "colwise" and "att" in key for key, style in plan.items()):
         config = model.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
             if isinstance(heads := getattr(config, field, None), int) and heads % ranks:
-                raise UserError(f"tensor parallelism: {name} has {heads} {field}, {_UNEVEN.format(ranks)}")
+                raise UsageError(f"tensor parallelism: {name} has {heads} {field}, {_UNEVEN.format(ranks)}")
     return plan
 
 

@@ -118,7 +118,6 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
 
 
 def _problem(text: str | None, label: Any) -> str:
-    """What is wrong with a row, or nothing."""
     if text is None:
         return "no text"
     if "\0" in text:

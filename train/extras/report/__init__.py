@@ -14,7 +14,7 @@ from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
-from train.records import Parts, Run, UsageError, UserError
+from train.records import Parts, Run, UsageError, UserError, one_line
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -38,8 +38,8 @@ class Extra(extras.Extra):
         name, hub = own.run_name, own.hub_model_id
         if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
             raise UsageError(f"run_name: {name!r} is a name, not a path: use letters, without slashes.")
-        if hub is not None and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", hub):
-            raise UsageError(f"hub_model_id: {hub!r}: write user/name.")
+        if hub is not None and not re.fullmatch(r"(?!.*(--|\.\.|\.git$))(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", hub, re.A):
+            raise UsageError(f"hub_model_id: {hub!r}: write user/name, as the Hub names repositories.")
         for tracker in own.report_to:
             if find_spec(tracker) is None and (tracker != "tensorboard" or find_spec("tensorboardX") is None):
                 raise UsageError(f"report_to: {tracker} is not installed. pip install '.[{tracker}]' adds it.")
@@ -149,6 +149,8 @@ def _push(run: Run, name: str, is_private: bool) -> None:
     try:
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
+        run.outputs.say(f"uploaded: {made}")
     except Exception as error:  # the library raises errors of several HTTP clients
         remedy = "With a connection, and after 'hf auth login', the same command uploads it"
-        raise UserError(f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}. {remedy}.") from None
+        why = f"{type(error).__name__}: {one_line(error, 200).rstrip('.')}"
+        raise UserError(f"push_to_hub: {name}: {why}. The model is in {folder}. {remedy}.") from None

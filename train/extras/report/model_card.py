@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 _SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
-_PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
-_PIPELINES |= {"AutoModelForSequenceClassification": "text-classification"}
-_PIPELINES |= {"AutoModelForTokenClassification": "token-classification"}
+_PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask", "SequenceClassification": "text-classification"}
+_PIPELINES |= {"TokenClassification": "token-classification"}
 
 
 def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
@@ -28,7 +27,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
     front = ModelCardData(
         library_name="peft" if _holds(config, "adapter_config.json") else None if is_own else "transformers",
-        pipeline_tag=None if is_own else _PIPELINES.get(task.auto_class),
+        pipeline_tag=None if is_own else _PIPELINES.get(task.auto_class.removeprefix("AutoModelFor")),
         base_model=_hub_name(config.architecture.model),
         datasets=[dataset] if dataset and "/" in dataset else None,
         tags=["accelerate", "long-context", task.name.replace("_", "-")],
@@ -65,7 +64,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         _table(["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]),
         "## Before you use it",
         "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
-        "author to add.",
+        "author to add, on the Hub or after the last run: each writes this page again.",
     ]
     return without_secrets("\n\n".join(sections) + "\n")
 

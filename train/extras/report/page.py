@@ -70,7 +70,6 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 
 
 def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
-    """What happened, in a sentence or two."""
     machine, used = summary.get("hardware") or {}, summary.get("world_size") or 1
     device = f"{used} × {machine['gpus'][0]['name']}" if machine.get("gpus") else machine.get("cpu")
     parts = [
