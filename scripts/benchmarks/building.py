@@ -98,6 +98,14 @@ def is_classifier(config: Config) -> bool:
     return load_task(config.data.task).labelled
 
 
+def grows(config: Config, metric: str) -> bool | None:
+    """Whether a greater value of ``metric`` is better, as far as the flags or the task of ``config`` say it."""
+    from train.tasks import load_task
+
+    asked, task = config.get("greater_is_better"), load_task(config.data.task)
+    return task.greater_is_better if asked is None and metric == task.default_metric else asked
+
+
 def use_expandable_segments() -> None:
     """Sets torch's CUDA allocator as a run does; call it before torch is imported."""
     from train import memory

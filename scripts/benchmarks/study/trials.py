@@ -280,6 +280,7 @@ class Trials:
         key, output = self._key(trial), self.folder_of(trial) / "run"
         if reason := self.refusal(trial):
             return Outcome(trial.variant, trial.seed, REFUSED, reason, key)
+        config = building.parsed_config([*self._words, *trial.flags])
         status, errors = self._trained(trial, output)
         if status == EXIT_STOPPED:  # by a signal that this process did not get, or ignores
             raise KeyboardInterrupt
@@ -298,7 +299,7 @@ class Trials:
             reason=None if is_finite else "the loss at the end is not a number",
             key=key,
             metric_name=name if name in metrics else "loss",  # a metric that is not a number is left out
-            greater_is_better=self._grows(trial, name) if name in metrics else False,
+            greater_is_better=building.grows(config, name) if name in metrics else False,
             metrics=metrics,
             peak_bytes=summary["peak_allocated_bytes"],
             tokens_per_second=summary["tokens_per_second"],
@@ -307,14 +308,6 @@ class Trials:
             evaluations=evaluations,
             noise_scales=noise_scales(log),
         )
-
-    def _grows(self, trial: Trial, name: str) -> bool | None:
-        """Whether a greater value of the metric ``name`` is better, as far as the flags or the task say it."""
-        from train.tasks import load_task
-
-        config = building.parsed_config([*self._words, *trial.flags])
-        asked, task = config.get("greater_is_better"), load_task(config.data.task)
-        return task.greater_is_better if asked is None and name == task.default_metric else asked
 
     def _trained(self, trial: Trial, output: Path) -> tuple[int, str]:
         """Exit status and error output of the run."""

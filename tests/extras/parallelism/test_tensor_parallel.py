@@ -64,7 +64,7 @@ def test_a_classifier_is_divided_but_for_its_head() -> None:
     ("model_type", "fields", "ranks", "message"),
     [
         ("gpt2", {}, 2, r"gpt2 has no plan of .* Use .*fsdp2\.yaml"),
-        ("mixtral", {}, 2, r"the plan of mixtral has '\w+' for model\.layers\.0\.mlp\.experts.*Use"),
+        ("mixtral", {}, 2, r"mixtral plans '\w+' for model\.layers\.0\.mlp\.experts.*Use"),
         ("llama", {}, 4, r"llama has 2 num_key_value_heads, which 4 ranks cannot share evenly.*tp_size"),
         ("llama", {"intermediate_size": 63}, 2, r"gate_proj of llama is 63 wide, which 2 ranks"),
     ],
