@@ -98,7 +98,7 @@ def is_classifier(config: Config) -> bool:
     return load_task(config.data.task).labelled
 
 
-def grows(config: Config, metric: str) -> bool | None:
+def greater_is_better(config: Config, metric: str) -> bool | None:
     """Whether a greater value of ``metric`` is better, as far as the flags or the task of ``config`` say it."""
     from train.tasks import load_task
 

@@ -121,9 +121,9 @@ def sentences(found: dict[str, Any]) -> list[str]:
         memory = statistics.median((own[s].peak_bytes or 0) / (base[s].peak_bytes or 1) for s in seeds)
         speeds = [(own[s].tokens_per_second or 0) / (base[s].tokens_per_second or 1) for s in seeds]
         spread = f" ({min(speeds):.2f} to {max(speeds):.2f} by seed)" if len(seeds) > 1 else ""
-        name, grows = done[0].metric_name, done[0].greater_is_better
+        name, direction = done[0].metric_name, done[0].greater_is_better
         both = paired(done, variant, BASELINE, name)
-        difference = difference_text(interval(both), name, grows) if both else "not known of both with any seed"
+        difference = difference_text(interval(both), name, direction) if both else "not known of both with any seed"
         said.append(
             f"{variant}: {memory:.2f} × the memory and {statistics.median(speeds):.2f} × the tokens per second{spread} "
             f"of the {BASELINE}; "
@@ -138,10 +138,10 @@ def sentences(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def difference_text(difference: Interval, name: str, grows: bool | None = None) -> str:
+def difference_text(difference: Interval, name: str, greater_is_better: bool | None = None) -> str:
     """A difference in words: better or worse where it is shown, none where it is not.
 
-    ``grows``: whether a greater value is better; None: as the metric's name tells.
+    ``greater_is_better`` is None where the metric's name tells it.
     """
     if difference.count < 2:
         return f"{difference.mean:+.4g}, of which one seed cannot tell the cause"
@@ -150,7 +150,7 @@ def difference_text(difference: Interval, name: str, grows: bool | None = None) 
     span = f"95 % interval {difference.low:+.3g} to {difference.high:+.3g}"
     if not difference.is_shown:
         return f"no difference shown ({span})"
-    falls = any(part in name for part in SMALLER_IS_BETTER) if grows is None else not grows
+    falls = any(part in name for part in SMALLER_IS_BETTER) if greater_is_better is None else not greater_is_better
     is_better = (difference.mean < 0) == falls
     return f"{'better' if is_better else 'worse'} by {abs(difference.mean):.3g} ({span})"
 

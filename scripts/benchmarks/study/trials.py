@@ -299,7 +299,7 @@ class Trials:
             reason=None if is_finite else "the loss at the end is not a number",
             key=key,
             metric_name=name if name in metrics else "loss",  # a metric that is not a number is left out
-            greater_is_better=building.grows(config, name) if name in metrics else False,
+            greater_is_better=building.greater_is_better(config, name) if name in metrics else False,
             metrics=metrics,
             peak_bytes=summary["peak_allocated_bytes"],
             tokens_per_second=summary["tokens_per_second"],

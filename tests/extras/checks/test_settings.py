@@ -34,7 +34,7 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
         check_launch_file({**sizes(4, dp_shard=2, sp=2), "ACCELERATE_USE_DEEPSPEED": "true"})
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     for given in ({"dp_replicate": 4}, {"dp_replicate": 2, "cp": 2}):
-        with pytest.raises(UsageError, match=r"leave FSDP2 nothing to shard. Set dp_shard_size, too"):
+        with pytest.raises(UsageError, match=r"leave FSDP2 no shards. Set dp_shard_size, too"):
             check_launch_file({**sizes(4, **given), **fsdp2})
     check_launch_file({**sizes(4, dp_replicate=2, dp_shard=2), **fsdp2})
     check_launch_file({**sizes(4, dp_replicate=4), **PARALLEL})

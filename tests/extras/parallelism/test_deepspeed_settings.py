@@ -155,7 +155,7 @@ def ulysses(accelerator: Any) -> Ulysses:
         ({"head_dim": None}, None),
         ({"output_router_logits": False}, None),
         ({"output_router_logits": True}, "its experts are balanced over whole sequences"),
-        ({"num_attention_heads": 3}, r"2 does not divide its 3 heads, 2 of keys\. Take a size that does\. Use a model"),
+        ({"num_attention_heads": 3}, r"2 does not divide its 3 heads, 2 of keys; another size may\. Use a model"),
         ({"num_key_value_heads": 3}, "2 does not divide its 4 heads, 3 of keys"),
         ({"num_key_value_heads": None}, r"its 4 heads, \? of keys"),
     ],

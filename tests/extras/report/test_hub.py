@@ -40,9 +40,8 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "someone/small", "--hub_private_repo"]
     assert main(words) == 1
-    assert (
-        "push_to_hub: someone/small: ConnectionError: no route to the Hub. The model is in" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "push_to_hub: someone/small: ConnectionError: no route to the Hub. The model is in" in said
     assert (tmp_path / "run" / "final" / "README.md").is_file()
 
     monkeypatch.setattr(Hub, "is_reachable", True)

@@ -22,7 +22,8 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     if says("ACCELERATE_USE_FSDP") and environment.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
     if says("FSDP_ACTIVATION_CHECKPOINTING"):
-        raise UsageError("fsdp_activation_checkpointing: true in the launch file: use --gradient_checkpointing.")
+        why = "recomputes with other dropout. Set it to false, and use --gradient_checkpointing"
+        raise UsageError(f"fsdp_activation_checkpointing: true in the launch file {why}.")
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     launch, given = read_launch(environment), [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
@@ -31,9 +32,9 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     is_wrong = product < 1 or launch.world_size % product or not (is_free or product == launch.world_size)
     shards, copies = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1)
     for is_so, why in (
-        (launch.sp_size > 1 < launch.cp_size, "both divide sequences. Give one of them"),
+        (launch.sp_size > 1 and launch.cp_size > 1, "both divide sequences. Give one of them"),
         (launch.engine == "deepspeed" and shards > 1, "contradict DeepSpeed, which shards. Leave dp_shard_size out"),
-        (launch.engine == "fsdp2" and copies > 1 == shards, "leave FSDP2 nothing to shard. Set dp_shard_size, too"),
+        (launch.engine == "fsdp2" and copies > 1 and shards == 1, "leave FSDP2 no shards. Set dp_shard_size, too"),
         (is_wrong, f"make {product} processes, num_processes is {launch.world_size}: change one of these"),
     ):
         if is_so:

@@ -137,7 +137,7 @@ def obstacle_to_ulysses(config: Any, ranks: int, max_length: int) -> str | None:
     if other or (window and window < max_length):
         return f"it has {', '.join(other) or f'a sliding_window of {window} tokens in sdpa'}"
     if of_keys is None or heads % ranks or (of_keys % ranks and ranks % of_keys):
-        return f"{ranks} does not divide its {heads} heads, {of_keys or '?'} of keys. Take a size that does"
+        return f"{ranks} does not divide its {heads} heads, {of_keys or '?'} of keys; another size may"
     return None
 
 
@@ -163,11 +163,11 @@ class Ulysses(DeepSpeed):
         return self.accelerator.num_processes // (1 if self.engine.zero_optimization_stage() == 3 else self.mp_size)
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        """This rank's stretch of every sequence; in evaluation the whole, by as many heads as the model has."""
+        """This rank's stretch of every sequence; the whole batch in evaluation, where nothing is exchanged."""
         if not self.engine.module.training:
             text, modules = self.engine.module.model.config.get_text_config(), self.engine.module.modules()
-            for attention in (module for module in modules if hasattr(module, "num_key_value_groups")):
-                attention.num_key_value_groups = text.num_attention_heads // text.num_key_value_heads
+            for layer in (m for m in modules if hasattr(m, "num_key_value_groups")):  # DeepSpeed left a rank's there
+                layer.num_key_value_groups = text.num_attention_heads // text.num_key_value_heads
             return nullcontext(micro_batch)
         rank, num_rows = self.accelerator.process_index % self.mp_size, self.engine.train_micro_batch_size_per_gpu()
         return nullcontext(part_of_sequences(micro_batch, rank, self.mp_size, num_rows))

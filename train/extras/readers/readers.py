@@ -48,8 +48,7 @@ class RecordError(Exception):
 def documents(files: Sequence[str], data: Source, what: str) -> Dataset:
     """The good records of ``files``: columns ``text``, ``label`` if labelled, ``source``; the bad are noted.
 
-    ``what`` is how a message calls the files. Raises UserError for a bad record that may not be skipped, or if nothing
-    is left.
+    A message calls the files ``what``. Raises UserError if a bad record may not be skipped, or if nothing is left.
     """
     columns = data.text_column, data.label_column if data.labelled else None
     how = data.sample_by, data.encoding, data.quoting

@@ -149,8 +149,8 @@ def _push(run: Run, name: str, is_private: bool) -> None:
     try:
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
-        run.outputs.say(f"uploaded: {made}")
     except Exception as error:  # the library raises errors of several HTTP clients
         remedy = "With a connection, and after 'hf auth login', the same command uploads it"
         why = f"{type(error).__name__}: {one_line(error, 200).rstrip('.')}"
         raise UserError(f"push_to_hub: {name}: {why}. The model is in {folder}. {remedy}.") from None
+    run.outputs.say(f"uploaded: {made}")

@@ -64,7 +64,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         _table(["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]),
         "## Before you use it",
         "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
-        "author to add, after the last run: each writes this page again.",
+        "author to add after the last run, because each run writes this page again.",
     ]
     return without_secrets("\n\n".join(sections) + "\n")
 
