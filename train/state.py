@@ -161,9 +161,9 @@ class TrainingState:
                 if name not in weights and id(tensor) in first and not is_declared:
                     weights[name] = weights[first[id(tensor)]].clone()
             model.save_pretrained(folder, state_dict=weights)
-            # An engine may compute with halves of these weights; whoever loads them should not halve them again.
-            model.config.dtype = dtype
-            model.config.save_pretrained(folder)
+            model.config.dtype = dtype  # an engine may compute with halves; whoever loads them should not halve again
+            if (folder / "config.json").exists():  # next to adapters alone it would pass for that of a whole model
+                model.config.save_pretrained(folder)
         elif keep:
             whole = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in weights.items()}
             save_file(whole, folder / "model.safetensors")  # which refuses tensors that share memory

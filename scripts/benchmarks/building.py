@@ -229,7 +229,7 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     Raises:
         UsageError: the task is not causal.
     """
-    from safetensors.torch import load_model
+    from safetensors.torch import load_file, load_model
 
     from train.data import load_corpus, load_tokenizer
     from train.launch import Launch
@@ -239,7 +239,7 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
 
     final = folder / "final"
     own = ["--config", str(folder / "config.yaml"), *words]
-    is_pretrained = (final / "config.json").exists()  # else a function's module, whose weights alone are there
+    is_pretrained = (final / "config.json").exists()  # else a function's module: weights or adapters alone
     config = parsed_config([*own, "--model", str(final)] if is_pretrained else own)
     run = silent_run(config, start_accelerator(config, Launch(), 1), without=["long_sequences"])
     task = load_task(config.data.task)(config)
@@ -250,7 +250,11 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     # Only held-out text is tokenised: of the rest one document stands for all.
     held_out = replace(corpus, splits={"train": validation.select(range(1)), "validation": validation})
     model = build_model(run, type(task), tokenizer).model
-    if not is_pretrained:
+    if (adapters := final / "adapter_model.safetensors").exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(adapters))
+    elif not is_pretrained:
         load_model(model, final / "model.safetensors")
     return model.to(run.accelerator.device).eval(), tokenize(held_out, task, tokenizer)["validation"]
 

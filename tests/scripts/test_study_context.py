@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from support import write_recipe
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.benchmarks import study
+from scripts.benchmarks import building, study
 from scripts.benchmarks.study import context
 from train.main import main as train
 
@@ -137,6 +138,24 @@ def test_a_function_s_model_has_the_weights_that_were_trained(
     assert study.main(["context", *words]) == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "out" / "context.json").read_text())
     assert max(map(max, found["losses"])) < 0.1  # random weights: 5.7
+
+
+def test_a_function_s_adapters_are_those_that_were_trained(tmp_path: Path) -> None:
+    recipe, run, base = write_recipe(tmp_path), tmp_path / "run", tmp_path / "base"
+    config = LlamaConfig(vocab_size=384, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(base)
+    (tmp_path / "own.py").write_text(
+        "from peft import LoraConfig, get_peft_model\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"def build():\n    base = AutoModelForCausalLM.from_pretrained({str(base)!r})\n"
+        "    return get_peft_model(base, LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))\n"
+    )
+    flags = ["--model", f"{tmp_path}/own.py:build", "--tokenizer", "bytes", "--max_steps", "2"]
+    assert train(["--config", str(recipe), *flags, "--output_dir", str(run)]) == 0
+    model: Any = building.finished_run(run, [])[0]
+    found = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    saved = load_file(run / "final" / "adapter_model.safetensors")
+    torch.testing.assert_close(found, saved, rtol=0, atol=0)
+    assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)  # zero before training
 
 
 # ---- faults planted in a model that can copy -------------------------------------------------------------------------

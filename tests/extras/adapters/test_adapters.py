@@ -301,16 +301,26 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_functions_model_may_bring_adapters_of_its_own(recipe: Path, tmp_path: Path) -> None:
+def test_a_functions_model_may_bring_adapters_of_its_own(recipe: Path, base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     (tmp_path / "with_peft.py").write_text(
-        "from peft import LoraConfig, get_peft_model\nfrom transformers import AutoConfig, AutoModelForCausalLM\n\n"
-        f"def build():\n    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{LLAMA}, vocab_size=384))\n"
+        "from peft import LoraConfig, get_peft_model\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"def build():\n    base = AutoModelForCausalLM.from_pretrained({str(base)!r})\n"
         "    return get_peft_model(base, LoraConfig(r=2, target_modules=['q_proj']))\n"
     )
     flags = ("--model", f"{tmp_path}/with_peft.py:build", "--tokenizer", "bytes", "--max_steps", 1)
     assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
-    saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    final = tmp_path / "run" / "final"
+    saved = load_file(final / "adapter_model.safetensors")
     assert len(saved) == 4 and all("q_proj" in name for name in saved)
+    # transformers finds the base by the adapters; a config.json next to them would send it for whole weights.
+    loaded, plain = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (final, base))
+    of_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(final)).eval()
+    inputs = batch()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits, of_peft(**inputs).logits)
+        assert (loaded(**inputs).logits - plain(**inputs).logits).abs().max() > 0
 
 
 def train(recipe: Path, output: Path, *flags: Any) -> int:
