@@ -78,8 +78,7 @@ def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
     """
 
     def digests() -> str:
-        files = sorted(cache.parent.glob(f"{cache.name}*.arrow"))
-        return "".join(f"{digest(path)} {path.name}\n" for path in files)
+        return "".join(f"{digest(path)} {path.name}\n" for path in sorted(cache.parent.glob(f"{cache.name}*.arrow")))
 
     kept, lock = Path(f"{cache}.digests"), Path(f"{cache}.lock")
     try:

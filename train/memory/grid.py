@@ -27,8 +27,7 @@ def make_grid(
     # Whether gradients are accumulated stays as it is, so that cells differ by their size alone.
     accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
     changes: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": 2 if accumulates else 1}
-    if question.config.get("max_tokens_per_micro_batch") is not None:
-        changes["max_tokens_per_micro_batch"] = None
+    changes |= {"max_tokens_per_micro_batch": None} if question.config.get("max_tokens_per_micro_batch") else {}
     grid: Grid = []
     sizes = micro_batch_sizes or (MICRO_BATCH_SIZES if question.pads else (1,))
     if not question.pads and max(sizes) > 1:

@@ -239,8 +239,7 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     found, lengths = next(data.evaluation_batches(run, longest)), column(longest, "length")
     if not found.example_ids:  # another rank's, where there are more ranks than examples
         return found
-    ids = with_padding(list(found.example_ids), lengths)
-    return next(load(longest, data.loading, [ids], (0, 0)))
+    return next(load(longest, data.loading, [with_padding(list(found.example_ids), lengths)], (0, 0)))
 
 
 def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:

@@ -70,8 +70,7 @@ def _gives_hidden_states_alone(mlp: nn.Module, model: Any) -> bool:
         hidden = torch.empty(1, 1, model.config.get_text_config().hidden_size, dtype=dtype)
         return None if isinstance(twin(hidden), Tensor) else "a router's scores come with them"
 
-    is_one = isinstance(mlp, Tiled) or type(mlp).__name__.endswith("MLP")
-    return is_one and obstacle_on_trial(mlp, obstacle) is None
+    return (isinstance(mlp, Tiled) or type(mlp).__name__.endswith("MLP")) and not obstacle_on_trial(mlp, obstacle)
 
 
 def _own_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -6,16 +6,16 @@ that see each other count: half of the square if attention is causal, within a w
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from train.extras.weightless import inputs_on_trial, without_weights
+from train.extras.weightless import inputs_on_trial, obstacle_on_trial
 from train.model import logits_of
 from train.records import MicroBatch
 
@@ -62,14 +62,13 @@ def text_lengths(batch: MicroBatch) -> list[float]:
 
 
 def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
-    """Counts a model operator by operator on the meta device: a second for 24 layers.
+    """Counts a model operator by operator on a copy without weights: a second or two for 24 layers.
 
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
     encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, or that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
-    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
-    tokens.
+    without data, that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled or
+    sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest`` tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
@@ -105,8 +104,7 @@ class _FlopCounter(TorchDispatchMode):
         if self._num_operators > MAX_OPERATORS:
             raise OverflowError
         formula = flop_registry.get(func.overloadpacket)
-        in_backward = torch._C._current_graph_task_id() != -1
-        is_repeated = in_backward and torch.is_grad_enabled()  # backward records nothing itself
+        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()  # backward records nothing
         if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -114,33 +112,27 @@ class _FlopCounter(TorchDispatchMode):
 
 def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
     """FLOPs of forward and backward of one sequence of each length, attention between all pairs; None as above."""
-    # Fake tensors are slower than meta tensors alone, but with them constants that a model makes are known.
-    ways = [(nullcontext(), False), (FakeTensorMode(allow_non_fake_inputs=True), False)]
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        ways.append((nullcontext(), True))  # classifiers that look for the end of each text: all but their head
-    for mode, is_body in ways:
-        try:
-            with mode:
-                return _count(model, lengths, is_body)
-        except OverflowError:  # too many operators
-            return None
-        except Exception:  # models fail in their own ways
-            continue
-    return None
+    counts = list[int]()
+
+    def trial(twin: Any, is_body: bool = False) -> None:
+        with suppress(OverflowError):  # too many operators: nothing is counted, and nothing else tried
+            counts[:] = _count(twin, lengths, is_body)
+
+    if obstacle_on_trial(model, trial) and getattr(model, "get_output_embeddings", lambda: None)() is None:
+        obstacle_on_trial(model, partial(trial, is_body=True))  # a classifier may look for the end of each text
+    return counts or None
 
 
-def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]:
-    twin = without_weights(model, "meta", torch.float32).eval()  # without dropout and transformers' checkpointing
+def _count(twin: Any, lengths: Sequence[int], is_body: bool) -> list[int]:
     for module in twin.modules():
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
         if packed is not None:  # a layer in 4 bits counts as a linear one
-            module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape, device="meta"), False)
+            module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape), False)
         if hasattr(module, "compute_whole"):  # in tiles an operator of backward could not be told from one repeated
             module.forward = module.compute_whole
-    part = twin.base_model if is_body else twin
-    counts = []
+    part, counts = twin.float().base_model if is_body else twin.float(), []
     for length in lengths:
-        named = inputs_on_trial(twin, torch.zeros((1, length), dtype=torch.long, device="meta"))
+        named = inputs_on_trial(twin, torch.zeros((1, length), dtype=torch.long))
         with _FlopCounter() as counter, torch.enable_grad():
             answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
