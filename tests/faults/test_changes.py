@@ -39,7 +39,7 @@ def go_on(folder: Path, *flags: Any) -> Ended:
     return end
 
 
-QUICK = ("changed file", "global batch")
+QUICK = ("changed file",)
 
 
 @pytest.mark.parametrize("change", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CHANGES])

@@ -17,7 +17,7 @@ from train.config import Config, check, dump, from_values, parse, read_recipe, t
 from train.extras.readers import readers
 from train.records import UsageError, UserError
 
-INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))
+INPUTS = int(os.environ.get("FUZZ_INPUTS", "100"))
 fuzz = settings(
     max_examples=INPUTS,
     deadline=None,

@@ -131,7 +131,9 @@ def test_best_whose_checkpoint_is_gone_is_looked_for_again(tmp_path: Path) -> No
     assert better in steps_of(output)
 
 
-@pytest.mark.parametrize("change", ["metric", "new metric", "validation data"])
+@pytest.mark.parametrize(
+    "change", ["validation data", *(pytest.param(c, marks=pytest.mark.slow) for c in ("metric", "new metric"))]
+)
 def test_best_of_another_metric_or_data_is_looked_for_anew(tmp_path: Path, change: str) -> None:
     output = tmp_path / "run"
     assert go(tmp_path, *WITH_BEST, "--num_epochs", "None", "--max_steps", 3).status == EXIT_DONE
@@ -165,7 +167,7 @@ def test_stop_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
         assert summary(tmp_path / "run")[name] == summary(tmp_path / "whole")[name]
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_lines_of_the_log_of_a_run_that_was_cut(tmp_path: Path, how: str) -> None:
     flags = ("--log_every_steps", 4, "--save_every_steps", 3, "--loss_spike_factor", 50, "--num_epochs", 4)
     assert go(tmp_path, *flags, name="whole").status == EXIT_DONE

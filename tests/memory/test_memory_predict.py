@@ -191,6 +191,12 @@ CASES: dict[str, Job] = {
 
 
 SLOW = (
+    "tiled",
+    "experts",
+    "selective",
+    "every second",
+    "classified",
+    "packed, from both sides",
     "chunked, five chunks",
     "chunked, fp16 weights: recomputed",
     "chunked, smoothed, z-loss",

@@ -283,7 +283,7 @@ def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, caps
     ("words", "line", "has_memory"),
     [
         (["--without", "meter"], "memory needs meter: left out, too", False),
-        (["--only", "memory"], "memory needs hardware, meter: kept, too", True),
+        pytest.param(["--only", "memory"], "memory needs hardware, meter: kept, too", True, marks=pytest.mark.slow),
     ],
 )
 def test_memory_needs_the_meter(

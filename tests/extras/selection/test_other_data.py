@@ -25,7 +25,9 @@ def held_out(folder: Path, name: str, words: str) -> list[str]:
     return ["--validation_dataset", str(path)]
 
 
-@pytest.mark.parametrize("how", [("--early_stopping_patience", "2"), ("--load_best_model_at_end",)])
+@pytest.mark.parametrize(
+    "how", [("--early_stopping_patience", "2"), pytest.param(("--load_best_model_at_end",), marks=pytest.mark.slow)]
+)
 def test_a_run_that_has_ended_is_evaluated_on_other_data_and_stays_as_it_is(
     how: tuple[str, ...], recipe: Path, tmp_path: Path
 ) -> None:
