@@ -129,11 +129,8 @@ def test_a_header_tells_what_is_needed_without_a_technique(tmp_path: Path, capsy
         assert float(figure) == pytest.approx(float(line.split()[1]), rel=0.01), flag
 
 
-LARGE = (
-    "llama_3.1_8b_qlora_64k_24gib",
-    "llama_3.1_8b_80gib",
-    "qwen3_0.6b_131k_24gib",
-)  # takes long; planning them builds them too
+# These take long; planning them builds them too.
+LARGE = ("llama_3.1_8b_qlora_64k_24gib", "llama_3.1_8b_80gib", "qwen3_0.6b_131k_24gib")
 
 
 @pytest.mark.parametrize(
