@@ -67,8 +67,9 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
     encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled or
-    sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest`` tokens.
+    without data, that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
+    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
+    tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
@@ -104,7 +105,8 @@ class _FlopCounter(TorchDispatchMode):
         if self._num_operators > MAX_OPERATORS:
             raise OverflowError
         formula = flop_registry.get(func.overloadpacket)
-        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()  # backward records nothing
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_repeated = in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -130,7 +132,8 @@ def _count(twin: Any, lengths: Sequence[int], is_body: bool) -> list[int]:
             module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape), False)
         if hasattr(module, "compute_whole"):  # in tiles an operator of backward could not be told from one repeated
             module.forward = module.compute_whole
-    part, counts = twin.float().base_model if is_body else twin.float(), []
+    part = twin.float().base_model if is_body else twin.float()
+    counts = []
     for length in lengths:
         named = inputs_on_trial(twin, torch.zeros((1, length), dtype=torch.long))
         with _FlopCounter() as counter, torch.enable_grad():

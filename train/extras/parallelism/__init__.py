@@ -138,8 +138,9 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
     from train.extras.weightless import obstacle_on_trial
 
     def unused(twin: ModelWithLoss) -> str | None:
-        ids = (real := batch.inputs["input_ids"]).new_zeros(real.shape, device=next(twin.parameters()).device)
-        twin({**batch.inputs, "input_ids": ids}, batch.labels).backward()  # of real ids some models ask for values
+        given = batch.to(next(twin.parameters()).device)
+        fake = given.inputs["input_ids"].clone()  # without values, for which some models ask only a real one
+        twin({**given.inputs, "input_ids": fake}, given.labels).backward()
         missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
