@@ -48,18 +48,16 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that ``accelerate launch``, torchrun or nobody made."""
-
-    def says(name: str) -> bool:
-        return environment.get(name, "").lower() == "true"
-
-    engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
-    names = ("tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    chosen = {name for name, value in environment.items() if value.lower() == "true"}
+    engine = "fsdp2" if "ACCELERATE_USE_FSDP" in chosen else "ddp"
+    engine = "deepspeed" if "ACCELERATE_USE_DEEPSPEED" in chosen else engine
+    names = ("tp", "cp", "sp") if "ACCELERATE_USE_PARALLELISM_CONFIG" in chosen else ()
     return Launch(
         world_size=int(environment.get("WORLD_SIZE") or 1),
         rank=int(environment.get("RANK") or 0),
         engine=engine,
         precision=environment.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
-        offloads=engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS"),
+        offloads=engine == "fsdp2" and "FSDP_OFFLOAD_PARAMS" in chosen,
         **{f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names},
     )
 

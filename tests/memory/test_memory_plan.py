@@ -47,7 +47,7 @@ class Synthetic(Predictor):
         fixed: float = 2 * GIB,
         logits: tuple[float, float] = (100e3, 1e3),
         launch_seconds: float = 0.05,
-        refused: dict[str, str] | None = None,
+        refused: dict[str, Any] | None = None,
         positions: int | None = None,
         offloadable: float = 0.0,
         tileable: float = 0.0,
@@ -190,6 +190,21 @@ def test_the_fastest_that_fits_is_found_with_few_predictions(
     assert plan.best.needed_bytes <= total_gib * GIB * (1 - MARGIN)
     assert made <= 30 < possible
     assert plan.best.setting.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("total_gib", [4, 8, 11, 12.3, 13, 14])
+def test_of_the_ways_to_recompute_few_are_predicted_where_the_cheap_ones_do_not_fit(total_gib: float) -> None:
+    asked = question(total_gib, max_length=65536)
+    plan = make_plan(asked, Predictions(predictor := Synthetic(launch_seconds=0)))
+    assert plan.best is not None and plan.best.setting.gradient_checkpointing != "none"
+    assert plan.best.seconds_per_token == pytest.approx(brute_force(asked, Synthetic(launch_seconds=0))[0])
+    at_least = [job for job in predictor.jobs if job.micro_batch_size == 1 and job.values["loss"] != "full"]
+    assert len({str(job.values) for job in at_least}) < len(LADDER) - 2
+    # Of a way that this model cannot take it is not known whether it would fit: those before it are tried.
+    every = plan.best.setting.gradient_checkpointing_every_n_layers
+    for refused in {8, 4, 3, 2} - {every}:
+        again = Synthetic(launch_seconds=0, refused={"gradient_checkpointing_every_n_layers": refused})
+        assert make_plan(asked, Predictions(again)).best == plan.best
 
 
 def test_the_global_batch_is_kept() -> None:
@@ -438,19 +453,20 @@ def test_largest_fitting_is_exact_whatever_the_curve(power: float, room: int) ->
 
 
 def test_each_job_is_predicted_once() -> None:
-    predictor, announced = Synthetic(), list[int]()
-    predictions = Predictions(predictor, lambda number, step: announced.append(number))
+    predictor, said = Synthetic(), list[str]()
+    predictions = Predictions(predictor, said.append)
     asked = question()
     jobs = [asked.job(bf16_setting(size, "none", "full")) for size in (1, 2, 4, 8)]
     found = [predictions.of(job, "loss full").peak_bytes for job in [*jobs, jobs[0]]]
     assert found == [Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]]
-    assert len(predictor.jobs) == len(predictions.known) == 4 and announced == [1, 2, 3, 4]
+    assert len(predictor.jobs) == len(predictions.known) == 4
+    assert said == [f"predicting ({n}): {2 ** (n - 1)} × 8,192 tokens, loss full" for n in (1, 2, 3, 4)]
 
 
 def test_each_line_of_progress_says_what_is_tried() -> None:
     said = list[str]()
-    make_plan(question(24, world_size=2), Predictions(Synthetic(), lambda number, step: said.append(step)))
-    assert said[0] == "1 × 8,192 tokens, checkpointing none, precision bf16, loss chunked, ddp"
+    make_plan(question(24, world_size=2), Predictions(Synthetic(), said.append))
+    assert said[0] == "predicting (1): 1 × 8,192 tokens, checkpointing none, precision bf16, loss chunked, ddp"
     assert len(set(said)) == len(said) >= 5
 
 

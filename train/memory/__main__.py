@@ -20,6 +20,7 @@ import json
 import sys
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,7 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
             raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
-        commands[words[0]](words[1:])
+        with Predictor() as predictor:
+            commands[words[0]](words[1:], Predictions(predictor, partial(print, file=sys.stderr)))
         return EXIT_DONE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -90,45 +92,41 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def run_plan(arguments: list[str]) -> None:
+def run_plan(arguments: list[str], predictions: Predictions) -> None:
     if (request := read_request("plan", arguments)).grid:
-        show_grid(request)
+        show_grid(request, predictions)
         return
     question = request.question
-    with Predictor() as predictor:
-        predictions = Predictions(predictor, announce)
-        if "max_length" in request.open:
-            length, setting = longest_length(question, predictions)
-            if not length:
-                what = f"max_length: 1,024 tokens do not fit on {question.device.name} with {setting}"
-                raise UserError(f"{what}. Take a larger device, a smaller model, or another optimizer.")
-            question = replace_length(question, length)
-        plan = make_plan(question, predictions, bool(request.open))
+    if "max_length" in request.open:
+        length, setting = longest_length(question, predictions)
+        if not length:
+            what = f"max_length: 1,024 tokens do not fit on {question.device.name} with {setting}"
+            raise UserError(f"{what}. Take a larger device, a smaller model, or another optimizer.")
+        question = replace_length(question, length)
+    plan = make_plan(question, predictions, bool(request.open))
     command = advice.command(question, plan.best.setting, request.words, request.config) if plan.best else None
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     show(request, text, advice.plan_values(question, plan, command))
 
 
-def show_grid(request: Namespace) -> None:
+def show_grid(request: Namespace, predictions: Predictions) -> None:
     from train.memory.grid import draw, grid_text, make_grid
 
     question = request.question
-    with Predictor() as predictor:
-        grid = make_grid(question, Predictions(predictor, announce), request.lengths, request.micro_batch_sizes)
+    grid = make_grid(question, predictions, request.lengths, request.micro_batch_sizes)
     cells = [advice.outcome_values(question, cell) for row in grid for cell in row]
     show(request, grid_text(question, grid), {"device": asdict(question.device), "cells": cells})
     if request.picture is not None:
         draw(question, grid, request.picture)
 
 
-def run_predict(arguments: list[str]) -> None:
+def run_predict(arguments: list[str], predictions: Predictions) -> None:
     request = read_request("predict", arguments)
-    with Predictor() as predictor:
-        outcome = predicted(request.question, Predictions(predictor, announce))
+    outcome = predicted(request.question, predictions)
     show(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
-def run_explain(arguments: list[str]) -> None:
+def run_explain(arguments: list[str], _: Predictions) -> None:
     if not arguments and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
@@ -193,10 +191,6 @@ def _own_flags(command: str) -> Parser:
         add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="sizes of the grid; default: 1,2,4,8,16")
         add("--picture", metavar="PATH", type=Path, help="draw the grid into a .png file")
     return parser
-
-
-def announce(number: int, step: str) -> None:
-    print(f"predicting ({number}): {step}", file=sys.stderr)
 
 
 def show(request: Namespace, text: str, values: dict[str, Any]) -> None:

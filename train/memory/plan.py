@@ -6,10 +6,11 @@ and shrinks with recomputation, and recomputation costs time.
 
 import json
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
@@ -26,15 +27,15 @@ LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 class Predictions:
     """Predictions by job, each made once."""
 
-    def __init__(self, predictor: Predictor, announce: Callable[[int, str], None] = lambda number, step: None) -> None:
-        self._predictor, self._announce = predictor, announce
+    def __init__(self, predictor: Predictor, say: Callable[[str], object] = lambda line: None) -> None:
+        self._predictor, self._say = predictor, say
         self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
-    def of(self, job: Job, techniques: str) -> Prediction:
-        """The prediction of ``job``, announced with its ``techniques``; raises UserError if there is none."""
+    def of(self, job: Job, how: str) -> Prediction:
+        """The prediction of ``job``; says with which techniques, ``how``. Raises UserError if there is none."""
         key = json.dumps(asdict(job), sort_keys=True)
         if key not in self.known:
-            self._announce(len(self.known) + 1, f"{job.micro_batch_size} × {job.length:,} tokens, {techniques}")
+            self._say(f"predicting ({len(self.known) + 1}): {job.micro_batch_size} × {job.length:,} tokens, {how}")
             try:
                 self.known[key] = self._predictor.predict(job)
             except UserError as error:
@@ -116,7 +117,9 @@ class Search:
         for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
             base, left = self._base(sharding), dict.fromkeys(self._losses, self._sizes)
-            for way in ways:
+            may_fit = partial(self._may_fit, replace(base, loss=self._losses[-1]))
+            first = 0 if may_fit(ways[0]) else bisect_left(ways, True, 1, key=may_fit)
+            for way in ways[first:]:
                 too_large = math.inf
                 for loss in reversed(self._losses):  # the one that needs less first: the other fits no larger size
                     sizes = [size for size in left[loss] if size < too_large]
@@ -134,6 +137,11 @@ class Search:
                 if way == ways[0] and not left[self._losses[0]]:
                     return best  # nothing is faster than this way and loss, whatever memory there is
         return best
+
+    def _may_fit(self, least: Setting, way: Recompute) -> bool:
+        """Whether ``least`` fits with ``way``, and so with all that need less; of what cannot run nothing is known."""
+        outcome = self.try_(least.recomputing(way))
+        return outcome is None or outcome.fits
 
     def _grown(self, technique: Setting, sizes: Sequence[int]) -> list[Outcome]:
         """``technique`` with growing micro-batches, until one does not fit or larger ones gain nothing."""

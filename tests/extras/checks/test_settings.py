@@ -26,12 +26,24 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
         check_launch_file(sizes(8, dp_shard=2, tp=2))
     with pytest.raises(UsageError, match=r"cp_size 3"):
         check_launch_file(sizes(8, cp=3))
-    with pytest.raises(UsageError, match="cp_size 0 make 0 processes"):
-        check_launch_file(sizes(2, cp=0))
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    for given, engine in (
+        ({"cp": 0}, {}),
+        ({"tp": -1, "cp": -2}, {}),
+        ({"dp_shard": -2}, deepspeed),
+        ({"sp": 0}, deepspeed),
+    ):
+        said = ", ".join(f"{name}_size {size}" for name, size in given.items())
+        with pytest.raises(UsageError, match=f"launch file: {said}: the least is 1"):
+            check_launch_file({**sizes(2, **given), **engine})
+    strategy = {"PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoal"}
+    with pytest.raises(UsageError, match="launch file: cp_size 2 with cp_comm_strategy alltoal: give allgather or"):
+        check_launch_file({**sizes(2, cp=2), **strategy})
+    check_launch_file({**sizes(2, tp=2), **strategy})  # which does not read it
     with pytest.raises(UsageError, match=r"cp_size 2, sp_size 2 both divide sequences. Give one of them"):
         check_launch_file(sizes(4, cp=2, sp=2))
     with pytest.raises(UsageError, match=r"dp_shard_size 2, sp_size 2 contradict DeepSpeed.* Leave dp_shard_size out"):
-        check_launch_file({**sizes(4, dp_shard=2, sp=2), "ACCELERATE_USE_DEEPSPEED": "true"})
+        check_launch_file({**sizes(4, dp_shard=2, sp=2), **deepspeed})
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     for given in ({"dp_replicate": 4}, {"dp_replicate": 2, "cp": 2}):
         with pytest.raises(UsageError, match=r"leave FSDP2 no shards. Set dp_shard_size, too"):
@@ -39,8 +51,8 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
     check_launch_file({**sizes(4, dp_replicate=2, dp_shard=2), **fsdp2})
     check_launch_file({**sizes(4, dp_replicate=4), **PARALLEL})
     with pytest.raises(UsageError, match=r"sp_size 3"):
-        check_launch_file({**sizes(8, sp=3), "ACCELERATE_USE_DEEPSPEED": "true"})
-    check_launch_file({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"})
+        check_launch_file({**sizes(8, sp=3), **deepspeed})
+    check_launch_file({**sizes(8, sp=4), **deepspeed})
     check_launch_file(sizes(8, dp_shard=2, cp=2, tp=2))
     check_launch_file({})
 

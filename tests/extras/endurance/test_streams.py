@@ -40,7 +40,7 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(recipe: Path,
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.execv(sys.executable, [sys.executable, str(ROOT / "train/main.py"), *words])
     shown = b""
-    while not re.search(rb" [1-9]\d*/\d+ \[", shown):  # the bar, after a step or more
+    while not re.search(rb" [1-9]\d*/\d+ \[[^]]*step", shown):  # the bar of the steps, after one or more
         shown += os.read(terminal, 65536)
     os.close(terminal)  # and so the system sends SIGHUP, and refuses further lines
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == EXIT_STOPPED

@@ -16,6 +16,11 @@ from train.main import main
 from train.records import UsageError
 
 
+@pytest.fixture(autouse=True)
+def _is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
+
+
 class Hub:
     """In place of ``huggingface_hub.HfApi``."""
 
@@ -68,6 +73,24 @@ def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
     assert "uploaded: https://huggingface.co/me/small\n" in capsys.readouterr().out
     created, (name, _) = Hub.asked
     assert created == ("small", None, True) and name == "me/small"  # private or not: as the organisation has it
+
+
+def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == 2
+    assert "error: push_to_hub: no token for the Hub is here. Run 'hf auth login', or set" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    parse([*words, "--push_to_hub", "--hub_model_id", "me/small"])  # which a plan does, too: it uploads nothing
+    (tmp_path / "token").write_text("hf_kept_by_login")
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == 0
+    assert Hub.asked
 
 
 @pytest.mark.parametrize(

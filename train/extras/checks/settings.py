@@ -13,32 +13,32 @@ from train.records import UsageError
 
 def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
     """Raises UsageError for what a launch file asks for and the template cannot do."""
-
-    def says(name: str) -> bool:
-        return environment.get(name, "").lower() == "true"
-
-    if says("ACCELERATE_USE_MEGATRON_LM"):
+    chosen = {name for name, value in environment.items() if value.lower() == "true"}
+    if "ACCELERATE_USE_MEGATRON_LM" in chosen:
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
-    if says("ACCELERATE_USE_FSDP") and environment.get("FSDP_VERSION", "1") != "2":
+    if "ACCELERATE_USE_FSDP" in chosen and environment.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
-    if says("FSDP_ACTIVATION_CHECKPOINTING"):
+    if "FSDP_ACTIVATION_CHECKPOINTING" in chosen:
         why = "recomputes with other dropout. Set it to false, and use --gradient_checkpointing"
         raise UsageError(f"fsdp_activation_checkpointing: true in the launch file {why}.")
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if "ACCELERATE_USE_PARALLELISM_CONFIG" in chosen else ()
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     launch, given = read_launch(environment), [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
     is_free = launch.engine == "deepspeed" or not given  # the other ranks see other examples
     product = launch.mp_size if is_free else math.prod(sizes.values())
-    is_wrong = product < 1 or launch.world_size % product or not (is_free or product == launch.world_size)
-    shards, copies = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1)
+    is_wrong = launch.world_size % (product or 1) if is_free else product != launch.world_size
+    shards, copies, known = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1), ("allgather", "alltoall")
+    strategy = environment.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
     for is_so, why in (
-        (launch.sp_size > 1 and launch.cp_size > 1, "both divide sequences. Give one of them"),
-        (launch.engine == "deepspeed" and shards > 1, "contradict DeepSpeed, which shards. Leave dp_shard_size out"),
-        (launch.engine == "fsdp2" and copies > 1 and shards == 1, "leave FSDP2 no shards. Set dp_shard_size, too"),
-        (is_wrong, f"make {product} processes, num_processes is {launch.world_size}: change one of these"),
+        (min(sizes.values(), default=1) < 1, ": the least is 1"),
+        (launch.cp_size > 1 and strategy not in known, f" with cp_comm_strategy {strategy}: give {' or '.join(known)}"),
+        (launch.sp_size > 1 and launch.cp_size > 1, " both divide sequences. Give one of them"),
+        (launch.engine == "deepspeed" and shards > 1, " contradict DeepSpeed, which shards. Leave dp_shard_size out"),
+        (launch.engine == "fsdp2" and copies > 1 and shards == 1, " leave FSDP2 no shards. Set dp_shard_size, too"),
+        (is_wrong, f" make {product} processes, num_processes is {launch.world_size}: change one of these"),
     ):
         if is_so:
-            raise UsageError(f"parallelism_config in the launch file: {', '.join(given)} {why}.")
+            raise UsageError(f"parallelism_config in the launch file: {', '.join(given)}{why}.")
 
 
 def check_settings(config: Config, launch: Launch) -> None:

@@ -39,9 +39,6 @@ def packed(run: Run, data: PreparedData) -> PreparedData:
     return replace(data, examples=splits, loading=replace(data.loading, collate=collate))
 
 
-# Which examples share a row
-
-
 def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     """The numbers of the examples in each row of ``room`` tokens: the longest first, each where it leaves the least.
 
@@ -92,9 +89,6 @@ def joined(examples: datasets.Dataset, rows: Sequence[Sequence[int]]) -> pa.Tabl
     for name, values in columns.items():
         columns[name] = np.add.reduceat(values, ends[:-1]) if name in SUMMED else pa.ListArray.from_arrays(ends, values)
     return pa.table(columns)
-
-
-# From rows to a batch
 
 
 def collate_packed(

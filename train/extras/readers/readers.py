@@ -137,9 +137,6 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
     return text, label
 
 
-# Records from files
-
-
 def read_file(
     path: Path, columns: Columns, sample_by: str = "document", encoding: str = "utf-8", quoting: str = "standard"
 ) -> Found:

@@ -14,7 +14,7 @@ from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
-from train.records import Parts, Run, UsageError, UserError, one_line
+from train.records import Parts, Run, UsageError, UserError, exchange, one_line
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -54,6 +54,12 @@ class Extra(extras.Extra):
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
+
+    def started(self, run: Run) -> None:
+        from huggingface_hub import get_token
+
+        if run.config.of(Options).push_to_hub and not exchange(get_token() is not None)[0]:  # the first rank's uploads
+            raise UsageError("push_to_hub: no token for the Hub is here. Run 'hf auth login', or set HF_TOKEN.")
 
     def before_training(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
