@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from train.config import Config, parse, to_values
+from train.memory.__main__ import main
 from train.memory.advice import command, launcher_words, plan_text
 from train.memory.devices import Device, find_device
 from train.memory.grid import Grid, draw, grid_text, make_grid
@@ -454,10 +456,10 @@ def test_largest_fitting_is_exact_whatever_the_curve(power: float, room: int) ->
 
 def test_each_job_is_predicted_once() -> None:
     predictor, said = Synthetic(), list[str]()
-    predictions = Predictions(predictor, said.append)
+    predictions = Predictions(predictor, say=said.append)
     asked = question()
     jobs = [asked.job(bf16_setting(size, "none", "full")) for size in (1, 2, 4, 8)]
-    found = [predictions.of(job, "loss full").peak_bytes for job in [*jobs, jobs[0]]]
+    found = [predictions.ask(job, "loss full").result().peak_bytes for job in [*jobs, jobs[0]]]
     assert found == [Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]]
     assert len(predictor.jobs) == len(predictions.known) == 4
     assert said == [f"predicting ({n}): {2 ** (n - 1)} × 8,192 tokens, loss full" for n in (1, 2, 3, 4)]
@@ -465,7 +467,7 @@ def test_each_job_is_predicted_once() -> None:
 
 def test_each_line_of_progress_says_what_is_tried() -> None:
     said = list[str]()
-    make_plan(question(24, world_size=2), Predictions(Synthetic(), said.append))
+    make_plan(question(24, world_size=2), Predictions(Synthetic(), say=said.append))
     assert said[0] == "predicting (1): 1 × 8,192 tokens, checkpointing none, precision bf16, loss chunked, ddp"
     assert len(set(said)) == len(said) >= 5
 
@@ -675,6 +677,51 @@ def test_grid_has_the_memory_of_each_cell() -> None:
             true = int(2 * GIB + 201e3 * cell.job.length * cell.job.micro_batch_size)
             assert cell.needed_bytes == true and cell.fits == (true <= asked.room_bytes)
     assert {job.accumulates for job in predictor.jobs} == {True}
+
+
+def test_cells_are_predicted_by_several_predictors_at_a_time() -> None:
+    both_at_work = threading.Barrier(2, timeout=60)
+
+    class Meeting(Synthetic):
+        def predict(self, job: Job) -> Prediction:
+            both_at_work.wait()  # for ever, if one waited for the other to end
+            return super().predict(job)
+
+    one, other = Meeting(), Meeting()
+    grid = make_grid(question(16), Predictions(one, other), None, [1, 2, 4, 8])
+    assert grid == make_grid(question(16), Predictions(Synthetic()), None, [1, 2, 4, 8])
+    assert len(one.jobs) + len(other.jobs) == len({str(job) for job in one.jobs + other.jobs}) == 4 * len(grid) > 20
+
+
+def test_after_an_error_the_cells_that_are_not_begun_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, begun, may_end = list[Synthetic](), list[threading.Thread](), threading.Event()
+
+    class Waiting(Synthetic):
+        def __init__(self) -> None:
+            super().__init__(refused={"micro_batch_size": 2})
+            self._process = None
+            made.append(self)
+
+        def predict(self, job: Job) -> Prediction:
+            begun.append(threading.current_thread())
+            if job.micro_batch_size > 2:
+                may_end.wait(60)
+            return super().predict(job)
+
+    monkeypatch.setattr("train.memory.__main__.Predictor", Waiting)
+    monkeypatch.setattr("train.memory.__main__.num_cores", lambda: 3)
+    words = ["plan", "--device", "l4", "--grid", "--model_config", json.dumps(LLAMA), "--tokenizer", "bytes"]
+    assert main([*words, "--lengths", "1,1024,2048", "--micro_batch_sizes", "1,2,4,8,16,32"]) == 1
+    may_end.set()
+    for thread in set(begun):
+        thread.join(60)
+    assert "error: 2 × 1 tokens: micro_batch_size: 2 does not work" in capsys.readouterr().err
+    assert len(made) == 3 and 2 <= len(begun) <= 5  # of 18
+    monkeypatch.setattr("train.memory.__main__.num_cores", lambda: 64)
+    assert main([*words, "--lengths", "1024", "--micro_batch_sizes", "1"]) == 0
+    assert len(made) == 3 + 4
 
 
 def test_default_lengths_end_where_nothing_fits_or_at_the_models_positions() -> None:

@@ -19,6 +19,7 @@ import itertools
 import json
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import OFFLOAD, Predictor
 from train.memory.question import Question, replace_length, vocabulary_size
-from train.records import EXIT_DONE, EXIT_INTERRUPTED, UsageError, UserError
+from train.records import EXIT_DONE, EXIT_INTERRUPTED, UsageError, UserError, num_cores
 
 PROGRAM = "python -m train.memory"
 FLAGS = """\
@@ -79,8 +80,12 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
             raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
-        with Predictor() as predictor:
-            commands[words[0]](words[1:], Predictions(predictor, partial(print, file=sys.stderr)))
+        with ExitStack() as stack:
+            at_once = min(num_cores(), 4)  # each takes some 350 MB
+            predictors = [stack.enter_context(Predictor()) for _ in range(at_once)]
+            predictions = Predictions(*predictors, say=partial(print, file=sys.stderr))
+            stack.callback(predictions.pool.shutdown, wait=False, cancel_futures=True)
+            commands[words[0]](words[1:], predictions)
         return EXIT_DONE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

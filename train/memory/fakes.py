@@ -203,9 +203,6 @@ def fake_adapters(adapter: str) -> Iterator[None]:
         yield
 
 
-# ---- numbers next to fake tensors ------------------------------------------------------------------------------------
-
-
 def follow(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator on fake tensors gives, with its numbers where they are known.
 

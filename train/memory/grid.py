@@ -28,22 +28,22 @@ def make_grid(
     accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
     changes: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": 2 if accumulates else 1}
     changes |= {"max_tokens_per_micro_batch": None} if question.config.get("max_tokens_per_micro_batch") else {}
-    grid: Grid = []
     sizes = micro_batch_sizes or (MICRO_BATCH_SIZES if question.pads else (1,))
     if not question.pads and max(sizes) > 1:
         raise UsageError(f"--micro_batch_sizes: {UNPADDED}.")
-    for length in lengths or [length for length in LENGTHS if length <= limit] or [limit]:
-        if lengths is None and grid and not grid[-1][0].fits:
-            break
-        grid.append([])
-        for size in sizes:
+    rows, cell = list[list[Question]](), question
+    try:
+        for length in lengths or [length for length in LENGTHS if length <= limit] or [limit]:
             sized = replace_length(question, length)
-            sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=size))
-            try:
-                grid[-1].append(predicted(sized, predictions))
-            except UserError as error:
-                raise UserError(f"{size} × {length:,} tokens: {error}") from None
-    return grid
+            rows.append([replace(sized, config=sized.config.changed(**changes, micro_batch_size=n)) for n in sizes])
+            for cell in rows[-1]:  # several at a time
+                predictions.ask(cell.job(cell.asked), cell.asked.techniques)
+            if lengths is None and not predicted(cell := rows[-1][0], predictions).fits:
+                break
+        return [[predicted(cell := one, predictions) for one in row] for row in rows]
+    except UserError as error:
+        size, length = cell.config.optimization.micro_batch_size, cell.config.data.max_length
+        raise UserError(f"{size} × {length:,} tokens: {error}") from None
 
 
 def _titles(question: Question, grid: Grid) -> tuple[str, str]:

@@ -8,9 +8,11 @@ import json
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
@@ -25,24 +27,28 @@ LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
 class Predictions:
-    """Predictions by job, each made once."""
+    """Predictions by job, each made once, as many at a time as there are ``predictors``."""
 
-    def __init__(self, predictor: Predictor, say: Callable[[str], object] = lambda line: None) -> None:
-        self._predictor, self._say = predictor, say
-        self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
+    def __init__(self, *predictors: Predictor, say: Callable[[str], object] = lambda line: None) -> None:
+        self._say, self._idle, self.pool = say, SimpleQueue[Predictor](), ThreadPoolExecutor(len(predictors))
+        self.known: dict[str, Future[Prediction]] = {}
+        for predictor in predictors:
+            self._idle.put(predictor)
 
-    def of(self, job: Job, how: str) -> Prediction:
-        """The prediction of ``job``; says with which techniques, ``how``. Raises UserError if there is none."""
+    def ask(self, job: Job, how: str) -> Future[Prediction]:
+        """Has ``job`` predicted, and says with which techniques, ``how``."""
         key = json.dumps(asdict(job), sort_keys=True)
         if key not in self.known:
             self._say(f"predicting ({len(self.known) + 1}): {job.micro_batch_size} × {job.length:,} tokens, {how}")
-            try:
-                self.known[key] = self._predictor.predict(job)
-            except UserError as error:
-                self.known[key] = error
-        if isinstance(found := self.known[key], UserError):
-            raise found
-        return found
+            self.known[key] = self.pool.submit(self._predict, job)
+        return self.known[key]
+
+    def _predict(self, job: Job) -> Prediction:
+        predictor = self._idle.get()
+        try:
+            return predictor.predict(job)
+        finally:
+            self._idle.put(predictor)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Outcome:
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
-    prediction = predictions.of(job := question.job(setting), setting.techniques)
+    prediction = predictions.ask(job := question.job(setting), setting.techniques).result()
     needed = prediction.least_reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     on_host, seconds = prediction.host_bytes_by_kind, prediction.seconds

@@ -108,8 +108,6 @@ class Recovering(Engine):
         finally:
             self._totals = None
 
-    # What the step asks of its engine
-
     def _enter(self, phase: str) -> None:
         self._phase = phase
         self._tell(phase)
@@ -126,8 +124,6 @@ class Recovering(Engine):
         if self.accelerator.sync_gradients:
             self._average()
             self._phase = "clip"
-
-    # Inside
 
     def _average(self) -> None:
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
