@@ -7,12 +7,12 @@ and shrinks with recomputation, and recomputation costs time.
 import json
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from train.memory.ladder import Recompute, divisors, largest_fitting
@@ -30,25 +30,24 @@ class Predictions:
     """Predictions by job, each made once, as many at a time as there are ``predictors``."""
 
     def __init__(self, *predictors: Predictor, say: Callable[[str], object] = lambda line: None) -> None:
-        self._say, self._idle, self.pool = say, SimpleQueue[Predictor](), ThreadPoolExecutor(len(predictors))
+        self._say, self._idle, self.pool = say, deque(predictors), ThreadPoolExecutor(len(predictors))
         self.known: dict[str, Future[Prediction]] = {}
-        for predictor in predictors:
-            self._idle.put(predictor)
 
     def ask(self, job: Job, how: str) -> Future[Prediction]:
-        """Has ``job`` predicted, and says with which techniques, ``how``."""
+        """Has ``job`` predicted; where that begins, says with which techniques, ``how``."""
         key = json.dumps(asdict(job), sort_keys=True)
         if key not in self.known:
-            self._say(f"predicting ({len(self.known) + 1}): {job.micro_batch_size} × {job.length:,} tokens, {how}")
-            self.known[key] = self.pool.submit(self._predict, job)
+            line = f"predicting ({len(self.known) + 1}): {job.micro_batch_size} × {job.length:,} tokens, {how}"
+            self.known[key] = self.pool.submit(self._predict, job, line)
         return self.known[key]
 
-    def _predict(self, job: Job) -> Prediction:
-        predictor = self._idle.get()
+    def _predict(self, job: Job, line: str) -> Prediction:
+        predictor = self._idle.pop()  # as many threads as there are
+        self._say(line)
         try:
             return predictor.predict(job)
         finally:
-            self._idle.put(predictor)
+            self._idle.append(predictor)
 
 
 @dataclass(frozen=True)
