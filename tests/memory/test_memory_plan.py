@@ -58,6 +58,10 @@ class Synthetic(Predictor):
         self.launch_seconds, self.refused, self.positions = launch_seconds, refused or {}, positions
         self.offloadable, self.tileable = offloadable, tileable
         self.jobs: list[Job] = []
+        self._process = None
+
+    def start(self) -> None:
+        """Needs no process."""
 
     def predict(self, job: Job) -> Prediction:
         self.jobs.append(job)
@@ -701,7 +705,6 @@ def test_after_an_error_the_cells_that_are_not_begun_are_dropped(
     class Waiting(Synthetic):
         def __init__(self) -> None:
             super().__init__(refused={"micro_batch_size": 2})
-            self._process = None
             made.append(self)
 
         def predict(self, job: Job) -> Prediction:

@@ -81,8 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         if words[0] not in commands:
             raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
         with ExitStack() as stack:
-            at_once = min(num_cores(), 4)  # each takes some 350 MB
-            predictors = [stack.enter_context(Predictor()) for _ in range(at_once)]
+            predictors = [stack.enter_context(Predictor()) for _ in range(min(num_cores(), 4))]  # some 350 MB each
+            if words[0] != "explain":
+                predictors[-1].start()  # loads its libraries while this process loads its own
             predictions = Predictions(*predictors, say=partial(print, file=sys.stderr))
             stack.callback(predictions.pool.shutdown, wait=False, cancel_futures=True)
             commands[words[0]](words[1:], predictions)
