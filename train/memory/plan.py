@@ -34,7 +34,7 @@ class Predictions:
         self.known: dict[str, Future[Prediction]] = {}
 
     def ask(self, job: Job, how: str) -> Future[Prediction]:
-        """Has ``job`` predicted; where that begins, says with which techniques, ``how``."""
+        """Has ``job`` predicted, and says so when that begins; ``how`` names its techniques."""
         key = json.dumps(asdict(job), sort_keys=True)
         if key not in self.known:
             line = f"predicting ({len(self.known) + 1}): {job.micro_batch_size} × {job.length:,} tokens, {how}"
@@ -42,9 +42,9 @@ class Predictions:
         return self.known[key]
 
     def _predict(self, job: Job, line: str) -> Prediction:
-        predictor = self._idle.pop()  # as many threads as there are
-        self._say(line)
+        predictor = self._idle.pop()  # there is one for each thread of the pool
         try:
+            self._say(line)
             return predictor.predict(job)
         finally:
             self._idle.append(predictor)
@@ -123,7 +123,7 @@ class Search:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
             base, left = self._base(sharding), dict.fromkeys(self._losses, self._sizes)
             may_fit = partial(self._may_fit, replace(base, loss=self._losses[-1]))
-            first = 0 if may_fit(ways[0]) else bisect_left(ways, True, 1, key=may_fit)
+            first = 0 if may_fit(ways[0]) else bisect_left(ways, True, 1, key=may_fit)  # each way needs less
             for way in ways[first:]:
                 too_large = math.inf
                 for loss in reversed(self._losses):  # the one that needs less first: the other fits no larger size
@@ -144,7 +144,7 @@ class Search:
         return best
 
     def _may_fit(self, least: Setting, way: Recompute) -> bool:
-        """Whether ``least`` fits with ``way``, and so with all that need less; of what cannot run nothing is known."""
+        """Whether ``least`` fits with ``way``; also true where that cannot run, which says nothing of other ways."""
         outcome = self.try_(least.recomputing(way))
         return outcome is None or outcome.fits
 
