@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from typing import Any
 
+import pytest
 from support import ROOT
 
 from train.config import CORE, fields
@@ -84,3 +87,74 @@ def test_costs_of_losses_on_a_cpu_are_those_measured() -> None:
     assert saved + f"{ratios[512, 'chunked']} with a hidden size of 512)" in page
     again = (ratios[hidden, "chunked, recomputed"] for hidden in (256, 512))
     assert "it takes {} the time of full ({} with 512)".format(*again) in page
+
+
+def words_of(page: str) -> str:
+    """The page with single spaces, so that a sentence is found however it is broken."""
+    return " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+
+
+def found_in(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("page", "results", "rows"),
+    [
+        ("activations", "recompute-cpu", 7),
+        ("activations", "recompute-nvidia-h200", 6),
+        ("long_sequences", "sequence_length-cpu", 4),  # the fifth names the flag as a command has it
+    ],
+)
+def test_rows_of_a_table_are_those_of_the_page_that_it_cites(page: str, results: str, rows: int) -> None:
+    text = (ROOT / "docs" / "extras" / f"{page}.md").read_text(encoding="utf-8")
+    after = text.split(f"](../results/{results}.md)")[1].split("| --- ")[1].split("\n\n")[0].splitlines()[1:]
+    cited = (ROOT / "docs" / "results" / f"{results}.md").read_text(encoding="utf-8").splitlines()
+    assert len([row for row in after if row in cited]) == rows >= len(after) - 1
+    cells = {row.split(" | ", 1)[1] for row in cited if row.startswith("| ")}
+    assert {row.split(" | ", 1)[1] for row in after} <= cells
+
+
+def test_seconds_of_a_prediction_are_those_measured() -> None:
+    rows = found_in("prediction_seconds")["rows"]
+    small, large = ([row["seconds"] for row in rows if row["model"] == f"llama-{size}"] for size in ("125m", "8b"))
+    assert len(small) == len(large) == 6
+    least, most = ([f"{end(of):.1f}" for of in (small, large)] for end in (min, max))
+    spans = [f"{low} to {high} s for" for low, high in zip(least, most, strict=True)]
+    assert f"on 2 cores {spans[0]} 125M parameters and {spans[1]} 8B, " in words_of("memory.md")
+    assert f"whatever the length: {spans[0]} 125M and {spans[1]} 8B parameters on 2 cores" in words_of(
+        "extras/memory.md"
+    )
+
+
+def test_what_a_checkpoint_costs_is_what_was_measured() -> None:
+    runs = found_in("saving-cpu")["runs"].values()
+    background, waited = ({name: statistics.median(run[name] for run in way) for name in way[0]} for way in runs)
+    stalls = [f"{way['longest_stall_seconds']:.2f} s" for way in (background, waited)]
+    size = f"{waited['checkpoint_bytes'] / 2**20:,.0f} MiB"
+    longer = f"{background['step_after_a_save_seconds'] - background['other_steps_seconds']:.1f} s longer"
+    extra, promises = words_of("extras/endurance.md"), words_of("reliability.md")
+    assert f"A checkpoint of {size} stalls training for {stalls[0]} instead of {stalls[1]}; " in extra
+    assert f"{stalls[0]} instead of {stalls[1]} for {size} (" in promises
+    assert f"the next step takes {longer}" in extra and f"the next step takes {longer}" in promises
+
+
+def test_bytes_and_losses_of_optimizers_are_those_measured() -> None:
+    found, page = found_in("optimizers-cpu"), words_of("extras/optimizers.md")
+    of = {(row["optimizer"], row["weights"]): row for row in found["kept"]}
+    flags = {
+        "(adamw)": ("adamw", "float32"),
+        "`--optimizer adamw_8bit`": ("adamw_8bit", "float32"),
+        "`--optimizer_in_backward --max_grad_norm None`": ("adamw, in backward", "float32"),
+        "both": ("adamw_8bit, in backward", "float32"),
+        "`--dtype bfloat16 --bf16_update stochastic`": ("adamw, stochastic", "bfloat16"),
+        "`--dtype bfloat16 --bf16_update kahan`": ("adamw, kahan", "bfloat16"),
+    }
+    for flag, key in flags.items():
+        state, peak = (of[key][f"{name}_bytes_per_parameter"] for name in ("state", "peak"))
+        assert f"| {flag} | {state:.2f} | {peak:.2f} | " in page, flag
+    losses = {row["variant"]: row["loss"] for row in found["learnt"]}
+    *closest, plain = sorted(value for name, value in losses.items() if name.startswith("bf16"))
+    fp32 = losses["fp32 weights"]
+    said = f"{fp32:.3f} nats per byte with fp32 weights, {plain:.3f} with bf16 weights and plain rounding, "
+    assert said + f"{closest[0]:.3f} to {closest[-1]:.3f} with stochastic rounding" in page
