@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
 from faults.processes import script as run_script
 from safetensors.torch import load_file
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
@@ -25,34 +26,56 @@ from train.records import EXIT_DONE, EXIT_USAGE, UserError
 
 pytestmark = pytest.mark.distributed
 MAIN = ROOT / "train" / "main.py"
+PLAIN = ("cpu", "single_gpu")
 EXACT = 1e-5
 """Sums of fp32 in another order."""
 
 
-def launched(file: str, *flags: Any, processes: int = 2, script: Path = MAIN) -> subprocess.CompletedProcess[str]:
-    """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it.
-
-    Without the launcher for ``cpu.yaml``, which sets these two variables.
-    """
-    if (file, processes) == ("cpu", 1):
-        variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
-        return run_script((script, *flags), 1, {**os.environ, **variables})
-    options = ["--num_processes", processes, "--mixed_precision", "no", "--main_process_port", 0]
-    command = [*ACCELERATE_LAUNCH, "--config_file", ROOT / "accelerate_configs" / f"{file}.yaml", *options]
+def launched(
+    file: str, *flags: Any, processes: int = 2, script: Path = MAIN, options: tuple[Any, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """``accelerate launch`` of ``accelerate_configs/file`` in fp32, or as ``options`` say, as a user would type it."""
     return subprocess.run(
-        [str(word) for word in (*command, script, *flags)],
+        [*ACCELERATE_LAUNCH, *words_of_launch(file, processes, options), str(script), *map(str, flags)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
 
 
-def run(file: str, recipe: Path, output: Path, *flags: Any, processes: int = 2) -> str:
-    done = launched(file, "--config", recipe, "--output_dir", output, *flags, processes=processes)
+def words_of_launch(file: str, processes: int, options: tuple[Any, ...]) -> list[str]:
+    path, port = ROOT / "accelerate_configs" / f"{file}.yaml", ("--main_process_port", 0)
+    words = ("--config_file", path, "--num_processes", processes, "--mixed_precision", "no", *port, *options)
+    return [str(word) for word in words]
+
+
+def run(file: str, recipe: Path, output: Path, *flags: Any, processes: int = 2, options: tuple[Any, ...] = ()) -> str:
+    """What a run says that is launched so; mostly in processes that have the libraries loaded."""
+    words, is_alone = ("--config", recipe, "--output_dir", output, *flags), processes == 1 and file not in PLAIN
+    if is_alone:  # one process that torchrun has to tell that it is the only one
+        done = launched(file, *words, processes=1, options=options)
+    else:
+        done = run_script((MAIN, *words), processes, variables_of_launch(file, processes, options))
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     return done.stdout
+
+
+def variables_of_launch(file: str, processes: int, options: tuple[Any, ...]) -> dict[str, str]:
+    """The environment in which accelerate's launcher would start the processes."""
+    variables: dict[str, str] = {}
+
+    def starts(command: Any, env: dict[str, str] | None = None) -> Any:
+        variables.update(env or os.environ)
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr("torch.distributed.run.run", starts)  # several processes
+        patch.setattr("accelerate.commands.launch.subprocess.Popen", starts)  # one
+        launch_command(launch_command_parser().parse_args([*words_of_launch(file, processes, options), str(MAIN)]))
+    return variables
 
 
 def final_weights(output: Path) -> dict[str, torch.Tensor]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ROOT, checkpoint_digests
+from support import checkpoint_digests
 from test_distributed import forked, killed_at_step_4
-from test_fsdp2 import final_weights, largest_difference, metrics
+from test_fsdp2 import final_weights, largest_difference, launched, metrics, run
 from test_main import STEPS, trained_losses
 
 from train.config import Config
@@ -35,29 +32,6 @@ LLAMA = (
     '{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, '
     '"num_attention_heads": 4, "num_key_value_heads": 2}'
 )
-
-
-def launched(
-    file: str, *flags: Any, processes: int = 2, script: Path = ROOT / "train" / "main.py", options: tuple[Any, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """``accelerate launch`` of ``accelerate_configs/file`` in fp32, or as ``options`` say, as a user would type it."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [ROOT / "accelerate_configs" / f"{file}.yaml", "--num_processes", processes, "--mixed_precision", "no"]
-    return subprocess.run(
-        [str(word) for word in (*command, "--main_process_port", 0, *options, script, *flags)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def run(file: str, recipe: Path, output: Path, *flags: Any, processes: int = 2, options: tuple[Any, ...] = ()) -> str:
-    words = ("--config", recipe, "--output_dir", output, *flags)
-    done = launched(file, *words, processes=processes, options=options)
-    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
-    return done.stdout
 
 
 def assert_same_run(one: Path, two: Path) -> None:
