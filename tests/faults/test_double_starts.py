@@ -23,7 +23,7 @@ from train.records import EXIT_DONE, EXIT_ERROR, UserError
 
 STEPS = 6
 SECONDS_TO_START = 0.3
-TENS = 5 if os.environ.get("KILLS") == "all" else 2
+TENS = 5 if os.environ.get("KILLS") == "all" else 1
 
 
 def begin_at(moment: float) -> Fault:
