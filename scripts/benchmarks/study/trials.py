@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from scripts.benchmarks import building, harness
 from train.config import argument, fields
-from train.figures import duration, gib, read_metrics, writable
+from train.figures import duration, gib, read_metrics, several, writable
 from train.memory.__main__ import Parser
 from train.memory.predict import Predictor, Target
 from train.records import EXIT_DONE, EXIT_STOPPED, UserError
@@ -208,7 +208,7 @@ class Trials:
                 if text is None:
                     text, seconds = self._predicted(predictor, own[0], target)
                     total += waiting * seconds
-                lines.append(f"{variant}: {len(own)} runs, {waiting} to make; {text}")
+                lines.append(f"{variant}: {several(len(own), 'run')}, {waiting} to make; {text}")
         return [*lines, f"about {duration(total)} in all (estimated)"] if total else lines
 
     def _predicted(self, predictor: Predictor, trial: Trial, target: Target) -> tuple[str, float]:
