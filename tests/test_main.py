@@ -432,7 +432,7 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
 ) -> None:
     assert train(recipe, tmp_path / "run", "--task", "masked_lm") == EXIT_ERROR
     said = capfd.readouterr().err
-    assert "model: transformers has no gpt2 for masked_lm: give another model or task." in said
+    assert "model: transformers cannot build gpt2 for masked_lm: give another model or task." in said
     assert "Tokenising" not in said
 
 

@@ -68,7 +68,7 @@ class Extra(extras.Extra):
         if model_config is not None:
             known, own = getattr(transformers, task.auto_class)._model_mapping, getattr(model_config, "auto_map", None)
             if type(model_config) not in known and task.auto_class not in (own or {}):
-                what = f"transformers has no {model_config.model_type} for {task.name}"
+                what = f"transformers cannot build {model_config.model_type} for {task.name}"
                 raise UserError(f"model: {what}: give another model or task.")
             fit.check_sizes(model_config, num_ids(tokenizer), run.config.data.max_length)
 
