@@ -214,6 +214,7 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
         accumulates=accumulation > 1,
         num_labels=8 if task == "sequence_classification" else 0,
         padded=padded,
+        eval_padded=padded,
         eval_batch_size=settings.get("eval_batch_size"),
     )
 
