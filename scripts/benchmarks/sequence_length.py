@@ -32,7 +32,7 @@ def measured(options: Options) -> dict[str, Any]:
 
 def padding_rows() -> list[dict[str, Any]]:
     """Micro-batches of an epoch, the most tokens of one and the share of padding, by each way to form them."""
-    values = {"dataset": "stdlib", "tokenizer": "bytes", "max_length": LENGTH, "model": "none"}
+    values = {"dataset": "stdlib", "tokenizer": "bytes", "max_length": LENGTH, "model_config": {"model_type": "llama"}}
     with tempfile.TemporaryDirectory() as folder:
         lengths = building.example_lengths(building.config_of(values), Path(folder))
     order = building.example_order(len(lengths), seed=42)

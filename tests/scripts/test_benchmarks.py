@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from support import ROOT
 from working_in_turns import work_in_turns
 
-from scripts.benchmarks import building, command_line, harness, loop_overhead, recompute
+from scripts.benchmarks import building, command_line, harness, loop_overhead, recompute, sequence_length
 from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
@@ -421,6 +422,16 @@ def measured_on_a_card(name: str, folder: Path, *flags: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = folder.glob("*.json")
     return json.loads(path.read_text())
+
+
+def test_padding_is_counted_again_as_the_committed_page_has_it() -> None:
+    """Exactly with the same Python, whose standard library is the text."""
+    found = json.loads((ROOT / "docs" / "results" / "sequence_length-cpu.json").read_text(encoding="utf-8"))
+    rows = sequence_length.padding_rows()
+    assert [row["way"] for row in rows] == [row["way"] for row in found["padding"]]
+    shares = [row["padding"] for row in rows]
+    assert min(shares) == shares[-1] < 0.01 and max(shares) == shares[0] > 0.5
+    assert rows == found["padding"] or platform.python_version() != found["versions"]["python"]
 
 
 @pytest.mark.slow
