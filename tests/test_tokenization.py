@@ -127,6 +127,13 @@ def test_words_splits_at_spaces_and_knows_unknown_words() -> None:
     assert len(tokenizer) == 4 + len({"[MAX", "4", "[MIN", "2", "3", "]", "9"})
 
 
+@pytest.mark.parametrize("spec", ["bytes", "words", "train:300"])
+def test_the_quick_way_to_ids_gives_those_of_the_tokenizer(spec: str) -> None:
+    tokenizer: Any = tokenizer_of(spec, ["a rose is a rose", *UNICODE])
+    for text in ["", " ", "a rose<|end|> <|pad|>is<|mask|>", "<|end", *UNICODE, " ".join(UNICODE) * 100]:
+        assert tokenizer.ids_of(text) == ids_of(tokenizer, text), text
+
+
 def roses(*texts: str) -> Corpus:
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose", *texts]})
     return Corpus("roses", {"train": documents, "validation": documents})
