@@ -127,11 +127,12 @@ def test_words_splits_at_spaces_and_knows_unknown_words() -> None:
     assert len(tokenizer) == 4 + len({"[MAX", "4", "[MIN", "2", "3", "]", "9"})
 
 
-@pytest.mark.parametrize("spec", ["bytes", "words", "train:300"])
-def test_the_quick_way_to_ids_gives_those_of_the_tokenizer(spec: str) -> None:
-    tokenizer: Any = tokenizer_of(spec, ["a rose is a rose", *UNICODE])
-    for text in ["", " ", "a rose<|end|> <|pad|>is<|mask|>", "<|end", *UNICODE, " ".join(UNICODE) * 100]:
-        assert tokenizer.ids_of(text) == ids_of(tokenizer, text), text
+@pytest.mark.parametrize("spec", ["words", "train:300"])
+def test_a_task_sees_tokens_that_were_added_to_a_trained_tokenizer(spec: str) -> None:
+    tokenizer: Any = tokenizer_of(spec, ["a rose is a rose"])
+    tokenizer.add_tokens(["<X>"])
+    [ids] = load_task("causal_lm")(Config()).token_ids(["a rose<X> is"], tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<X>") in ids and tokenizer.decode(ids).count("<X>") == 1
 
 
 def roses(*texts: str) -> Corpus:

@@ -52,7 +52,7 @@ def padding_rows() -> list[dict[str, Any]]:
     rows.append(counted(f"`--max_tokens_per_micro_batch {BUDGET}`", batches))
     packed = building.packed_rows(lengths, LENGTH)
     empty = 1 - float(lengths.sum()) / (packed * LENGTH)
-    packing = {"way": "`--packing True`, a row each", "micro_batches": packed, "most_tokens": LENGTH, "padding": empty}
+    packing = {"way": "`--packing`, one row each", "micro_batches": packed, "most_tokens": LENGTH, "padding": empty}
     return [*rows, packing]
 
 

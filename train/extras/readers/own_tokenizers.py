@@ -70,8 +70,8 @@ def _with_names(tokenizer: Tokenizer, spec: str) -> PreTrainedTokenizerBase:
     names: dict[str, Any] = {"bos_token": END, "eos_token": END, "pad_token": PAD, "mask_token": MASK}
     names |= {"unk_token": UNKNOWN} if spec == "words" else {}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
-    encode = tokenizer.encode_batch_fast  # without the offsets that transformers asks for: three quarters of the time
-    made.ids_of = ids_of_bytes if spec == "bytes" else lambda text: encode([text], add_special_tokens=False)[0].ids
+    if spec == "bytes":
+        made.ids_of = ids_of_bytes
     return made
 
 
