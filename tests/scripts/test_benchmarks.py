@@ -104,6 +104,7 @@ def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     in_bf16 = gib(summary["peak_resident_bytes"])
     assert summary["mixed_precision"] == "bf16" and f"in bf16 {in_bf16.removesuffix(' GiB')}" in recipe
     assert f"peaks at {in_bf16}, and in fp32 at {in_fp32}" in " ".join(memory.split())
+    assert f"# time:      {duration(summary['training_seconds'])} of training, which begins" in recipe
 
 
 def test_the_readers_page_shows_how_long_the_quickstart_takes_to_begin() -> None:
@@ -114,6 +115,8 @@ def test_the_readers_page_shows_how_long_the_quickstart_takes_to_begin() -> None
         f"its first step after {whole['nothing cached']:.0f} s, of which its 32 MB of text take "
         f"{parts['tokenizer and tokens']:.0f}, and after {whole['new run']:.0f} s where they are cached"
     ) in text
+    recipe = (ROOT / "recipes" / "quickstart.yaml").read_text(encoding="utf-8")
+    assert f"after {whole['nothing cached']:.0f} s, or {whole['new run']:.0f} s once the data is cached" in recipe
 
 
 @pytest.mark.parametrize("name", ["sweep-cpu", "sweep-nvidia-h200-24gib"])
