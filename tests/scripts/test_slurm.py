@@ -26,6 +26,7 @@ SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") echo 127.0.0.1 ;;
     "show job") echo "JobId=$3 JobState=$(cat "$STAND_IN/state") Reason=None" ;;
+    "show config") cat "$STAND_IN/config" 2>/dev/null ;;
     requeue*) echo "$2" >>"$STAND_IN/requeued" ;;
 esac
 """
@@ -48,6 +49,8 @@ def hand_on(number, frame):  # to every process of the step, as a cluster does
         except ProcessLookupError:
             pass
 signal.signal(signal.SIGUSR1, hand_on)
+signal.signal(signal.SIGTERM, hand_on)  # when a job is preempted or cancelled, by Slurm itself
+pathlib.Path(os.environ["STAND_IN"], "srun.pid").write_text(str(os.getpid()))
 sys.exit(max(task.wait() for task in tasks))
 """
 STUB = """#!/usr/bin/env bash
@@ -134,6 +137,19 @@ def test_failure_and_success_are_not_requeued_whatever_an_earlier_run_left(
     assert requeued(tmp_path) == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "seconds"), [("SlurmctldTimeout = 120 sec\nSlurmdTimeout           = 200 sec", 260), ("", 360)]
+)
+def test_waits_until_slurm_has_noticed_a_lost_node(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, config: str, seconds: int
+) -> None:
+    (tmp_path / "stand-in" / "config").write_text(config)
+    says = 'echo "$* cores $SRUN_CPUS_PER_TASK" >"$STAND_IN/words"'
+    assert slurm(srun=says, SLURM_CPUS_PER_TASK="32").wait(20) == 0
+    words = (tmp_path / "stand-in" / "words").read_text()
+    assert f" --wait={seconds} " in words and words.endswith("cores 32\n")
+
+
 @pytest.mark.parametrize(("earlier", "status", "times"), [(4, 0, 1), (7, 1, 0)])
 def test_job_that_made_no_step_since_its_last_stop_is_not_requeued_again(
     slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, earlier: int, status: int, times: int
@@ -153,21 +169,25 @@ def test_job_that_made_no_step_since_its_last_stop_is_not_requeued_again(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_job_is_stopped_requeued_goes_on_and_finishes(
-    slurm: Callable[..., subprocess.Popen[str]], recipe: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_job_is_stopped_requeued_resumes_and_finishes(
+    slurm: Callable[..., subprocess.Popen[str]], recipe: Path, tmp_path: Path, name: str
 ) -> None:
     flags, steps, output = ("--config", recipe), 80, tmp_path / "run"
     log = tmp_path / "stand-in" / "log"
     job = slurm(*flags, "--max_steps", steps)
     until(lambda: last_step(output) >= 3, 100)
-    job.send_signal(signal.SIGUSR1)
+    job.send_signal(signal.Signals[name])
+    if name == "SIGTERM":
+        os.kill(int((tmp_path / "stand-in" / "srun.pid").read_text()), signal.SIGTERM)
     assert job.wait(60) == 0, log.read_text()
+    assert "SignalException" not in log.read_text()  # of a launcher, which kills its processes after half a minute
     assert requeued(tmp_path) == 1
     checkpoint = newest_checkpoint(output)
     assert verify(checkpoint) is None
     step = int(checkpoint.name[5:])
     assert 3 <= step < steps
-    assert f"stopped by SIGUSR1 after step {step}" in log.read_text()
+    assert re.search(f"stopped by SIG(USR1|TERM) after step {step}", log.read_text())
 
     job = slurm(*flags, "--max_steps", steps)
     assert job.wait(120) == 0, log.read_text()

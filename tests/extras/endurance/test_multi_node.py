@@ -301,3 +301,36 @@ def test_hosts_that_do_not_share_the_output_folder_are_told_before_anything_is_t
     assert statuses == ([EXIT_DONE] * 2 if shared else [EXIT_ERROR] * 2), said
     assert ("is not the folder of process " in said) is not shared
     assert "Traceback" not in said
+
+
+SLOW_ON_RANK_0 = """
+import os, pathlib, time
+import datasets
+
+
+def documents(config):
+    rank = os.environ["RANK"]
+    pathlib.Path(config.output.output_dir, f"reads-{rank}").touch()
+    time.sleep(100 if rank == "0" else 0)
+    return datasets.Dataset.from_list([{"text": "some text " * 50}] * 8)
+"""
+
+
+@pytest.mark.slow
+def test_host_that_waits_for_the_data_of_another_ends_when_both_are_stopped(
+    hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path
+) -> None:
+    """The store is gone with the launcher of rank 0, which ends at once."""
+    (tmp_path / "slow_data.py").write_text(SLOW_ON_RANK_0)
+    output = tmp_path / "run"
+    pair = rank_zero_first(
+        hosts("--config", recipe, "--dataset", f"{tmp_path}/slow_data.py:documents", "--output_dir", output)
+    )
+    until(lambda: all((output / f"reads-{rank}").exists() for rank in range(2)), 100)
+    time.sleep(5)  # by then rank 1 waits for rank 0
+    for host in pair:
+        for pid in host.workers():
+            os.kill(pid, signal.SIGTERM)
+    assert [host.wait(40) for host in pair] == [1, 1]  # launchers make 1 of every status but 0
+    assert "while the data was prepared" in pair[0].text
+    assert "lost" not in "".join(host.text for host in pair)

@@ -5,8 +5,6 @@ a collective blocks it. A rank whose collective fails, or whose next neighbour h
 roll; whoever does not count on is lost. docs/multi_node.md tells what is seen under which backend.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools
@@ -116,9 +114,9 @@ class RankWatch:
         self._store: Store | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
         self._lock, self._thread = threading.Lock(), threading.Thread(target=self._watch, daemon=True)
-        self._has_concluded = False
+        self._has_concluded = self._is_preparing = False
 
-    def __enter__(self) -> RankWatch:
+    def __enter__(self) -> "RankWatch":
         self._thread.start()
         return self
 
@@ -131,6 +129,8 @@ class RankWatch:
                 self._store.set(LEFT, "1")
                 if kind is not None:
                     self._store.set(FAILED, "1")
+                if self._rank == 0 and self._is_preparing:
+                    time.sleep(3 * POLL_SECONDS)  # so that those who wait see it: the store ends with the launcher
 
     def concludes(self, error: Exception) -> bool:
         """Whether a lost rank caused ``error``; if so, one rank has reported it by then. Takes seconds."""
@@ -161,11 +161,13 @@ class RankWatch:
         """
         if not self._is_local_first:
             self._until(lambda store: store.check(f"went first/{self._host}"))
+        self._is_preparing = True
         yield
         if self._is_local_first:
             self._until(lambda store: store.set(f"went first/{self._host}", "1"))
         self._until(lambda store: store.set(f"prepared/{self._rank}", "1"))
         self._until(lambda store: store.check(*(f"prepared/{rank}" for rank in self._ranks)))
+        self._is_preparing = False
 
     def wait_for_first(self) -> None:
         """Ends no rank before rank 0, which may still write: launchers do not wait long for those of other hosts."""
