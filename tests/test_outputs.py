@@ -260,6 +260,44 @@ def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["final/notes.txt", "config.yaml", "report.html"])
+def test_files_of_a_person_with_the_names_of_a_run_move_aside(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the recipe itself: ``--config exp/config.yaml --output_dir exp``."""
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("# mine\nmax_steps: 50000\n")
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    assert (tmp_path / "run" / "previous-1" / name).read_text() == "# mine\nmax_steps: 50000\n"
+    assert f"files were moved to {tmp_path / 'run' / 'previous-1'}" in capsys.readouterr().out
+    assert train(tmp_path, "--max_steps", "2") == EXIT_DONE
+    assert not (tmp_path / "run" / "previous-2").exists()
+
+
+def test_what_a_killed_run_has_left_before_its_first_checkpoint_does_not_move_aside(tmp_path: Path) -> None:
+    assert train(tmp_path, "--max_steps", "1", "--log_every_steps", "1") == EXIT_DONE
+    for name in ("checkpoints", "final"):
+        shutil.rmtree(tmp_path / "run" / name)
+    for name in ("summary.json", "report.html"):
+        (tmp_path / "run" / name).unlink()
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    assert not (tmp_path / "run" / "previous-1").exists()
+
+
+@pytest.mark.parametrize("name", ["model-q4.gguf", "config.json"])
+def test_a_final_model_to_which_a_person_has_added_something_is_kept(tmp_path: Path, name: str) -> None:
+    final = tmp_path / "run" / "final"
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    (final / name).write_text('{"mine": true}')
+    (final / "README.md").write_text("edited")
+    assert train(tmp_path, "--max_steps", "2") == EXIT_DONE
+    assert (tmp_path / "run" / "previous-1" / "final" / name).read_text() == '{"mine": true}'
+    assert "model_type" in (final / "config.json").read_text()
+    assert train(tmp_path, "--max_steps", "3") == EXIT_DONE
+    assert not (tmp_path / "run" / "previous-2").exists()
+
+
 def test_a_run_from_scratch_moves_nothing_before_it_can_start(tmp_path: Path) -> None:
     assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
     there = sorted(path.name for path in (tmp_path / "run").iterdir())

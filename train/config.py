@@ -4,8 +4,6 @@ Flags and recipe keys are the same flat names, whatever section they live in; ea
 Nothing here imports torch, so ``--help`` answers at once and a wrong key stops the run before anything is loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -162,7 +160,7 @@ class Config:
         """The value of any field by its flat name; ``default`` where the extra that has it is not here."""
         return to_values(self).get(name, default)
 
-    def changed(self, **values: Any) -> Config:
+    def changed(self, **values: Any) -> "Config":
         """This configuration with other values of the fields named."""
         return from_values({**to_values(self), **values})
 

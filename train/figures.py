@@ -12,11 +12,11 @@ from typing import Any
 
 from train.records import UserError
 
-_SECRETS = {  # user and password of a URL, its secret parameters, tokens of the Hub
-    r"(?<=:/)(/?)[^/\s@'\"]+@": r"\1…@",
-    r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+": r"\1…",
-    r"\bhf_\w{20,}": "hf_…",
-}
+_SECRETS = (  # user and password of a URL, its secret parameters or those of a YAML file, tokens of the Hub
+    r"(?<=:/)(/?)[^/\s@'\"]+(?=@)",
+    r"(?im)((?:[?&;#]|^ *)[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature|\bsig)(=|: \W?))[^&\s'\"]+",
+    r"\b(hf_)\w{20,}",
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # except tabs and newlines
 
@@ -94,8 +94,8 @@ def show_error(message: str) -> None:
 
 def without_secrets(text: str) -> str:
     """``text`` that may be shown and kept: without passwords in URLs, tokens, and control characters of a terminal."""
-    for pattern, instead in _SECRETS.items():
-        text = re.sub(pattern, instead, text)
+    for pattern in _SECRETS:
+        text = re.sub(pattern, r"\1…", text)
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

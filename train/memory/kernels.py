@@ -57,9 +57,6 @@ REACHED_FP32_ATTENTION_FLOPS = 0.033  # of bf16's rate: CUTLASS multiplies three
 LAUNCH_SECONDS = 1e-5  # least time of an operator: Python and autograd launching its kernel
 
 
-# ---- arithmetic and time ---------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Costs:
     """Arithmetic and time of the operators of a step on a card with the given rates."""
@@ -108,9 +105,6 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
     seen = attended(seen, left + right + 1 if left >= 0 else None, given.get("is_causal") or right == 0)
     sizes = 3 * size + 2 * value_size if "backward" in name else size + value_size
     return 2.0 * (given["query"].numel() // size) * seen * sizes
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def attention_kernel(
@@ -206,9 +200,6 @@ def card_attention(card: Target, asked: str | None = None) -> Iterator[set[str]]
         yield used
 
 
-# ---- buffers inside kernels ------------------------------------------------------------------------------------------
-
-
 def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     """Buffers that the kernel of an operator takes from the allocator and frees before it returns."""
     name = func._schema.name
@@ -272,9 +263,6 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
     One for each thread that multiplies: the one of the forward pass and autograd's.
     """
     return 2 * (32 * 2**20 if capability == (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024)
-
-
-# ---- libraries' losses -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """A configuration on a device, the settings that may be chosen for it, and the step to predict for each."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -175,7 +173,7 @@ class Setting(Recompute):
         sharding = "" if self.sharding == "none" else f", {self.sharding}"
         return f"checkpointing {super().__str__()}{tiled}, precision {precision}, loss {self.loss}{sharding}"
 
-    def recomputing(self, way: Recompute) -> Setting:
+    def recomputing(self, way: Recompute) -> "Setting":
         """This setting with another way to recompute; tiles that were asked for stay."""
         return replace(self, **{**vars(way), "tiled_mlp": self.tiled_mlp or way.tiled_mlp})
 

@@ -1,7 +1,5 @@
 """What is learned. A task is a file here with a class ``Task(train.tasks.Task)``; add one by adding a file."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math
@@ -59,7 +57,7 @@ def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
 
 
 @cache
-def load_task(name: str) -> type[Task]:
+def load_task(name: str) -> "type[Task]":
     """The class of a task, by the name of its file here or as module:class; raises UsageError where there is none."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
     if ":" not in name and name not in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def _is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
 class Hub:
     """In place of ``huggingface_hub.HfApi``."""
 
-    is_reachable = False
+    is_reachable, is_private = False, True
     asked: list[tuple[Any, ...]]
 
     def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> Any:
@@ -32,6 +33,9 @@ class Hub:
             raise ConnectionError("no route to the Hub")
         self.asked.append((name, private, exist_ok))
         return RepoUrl(f"https://huggingface.co/{name if '/' in name else f'me/{name}'}")
+
+    def repo_info(self, repo_id: str) -> Any:
+        return SimpleNamespace(private=self.is_private)
 
     def upload_folder(self, repo_id: str, folder_path: Path) -> None:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
@@ -73,6 +77,23 @@ def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
     assert "uploaded: https://huggingface.co/me/small\n" in capsys.readouterr().out
     created, (name, _) = Hub.asked
     assert created == ("small", None, True) and name == "me/small"  # private or not: as the organisation has it
+
+
+def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Hub ignores ``private`` for a repository that exists."""
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    monkeypatch.setattr(Hub, "is_private", False)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    words += ["--push_to_hub", "--hub_model_id", "me/small"]
+    assert main([*words, "--hub_private_repo"]) == 1
+    assert "the repository was there before, and is public in spite of hub_private_repo" in capsys.readouterr().err
+    assert len(Hub.asked) == 1  # it was made, or found; nothing was sent
+    assert main(words) == 0
+    assert len(Hub.asked) == 3
 
 
 def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(

@@ -317,10 +317,9 @@ def test_the_report_is_written_whole(tmp_path: Path, task: type[Task], title: st
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
 
 
-def test_importing_these_parts_loads_neither_torch_nor_matplotlib():
+def test_importing_what_studies_share_loads_neither_torch_nor_matplotlib():
     code = (
-        "import sys, train.extras.report.page, train.extras.report.model_card,"
-        "train.extras.meter.cards;"
+        "import sys, train.extras.report.page, train.extras.meter.cards;"
         "print(sorted({'torch', 'matplotlib', 'transformers', 'accelerate'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -6,8 +6,6 @@ largest part of the remaining activations. With offload they are kept in pinned 
 their own: an input is copied out while its layer computes, and comes back while the next layer is recomputed.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -176,7 +174,7 @@ class OffloadedInputs:
         self._free: list[Tensor] = []
         self._last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
 
-    def __deepcopy__(self, memo: Any) -> OffloadedInputs:
+    def __deepcopy__(self, memo: Any) -> "OffloadedInputs":
         return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -184,7 +182,7 @@ class OffloadedInputs:
             return self._checkpoint(function, *inputs, **options)
         first = inputs[0].untyped_storage()._cdata, inputs[0].shape  # no tensor, which hooks would keep alive
 
-        def pack(tensor: Tensor) -> Tensor | _Resting:
+        def pack(tensor: Tensor) -> "Tensor | _Resting":
             if (tensor.untyped_storage()._cdata, tensor.shape) != first:
                 return tensor
             if (before := self._last()) is not None:

@@ -7,9 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from train import checkpoint, figures
 from train.outputs import Outputs
 from train.records import Progress, UserError
+from train.state import TrainingState
 
 # What a run leaves in its folder, in which a person may keep other things.
 MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
@@ -20,13 +23,17 @@ class DurableOutputs(Outputs):
     """Moves aside what others would overwrite, keeps rows that the disk does not take, and digests ``final/``."""
 
     _unwritten: tuple[str, ...] = ()  # rows of metrics.jsonl that the disk did not take yet
+    _is_edited = False  # final/ by a person, since a run has written it
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""
         steps, every = [row["step"] for row in figures.read_metrics(self.metrics)], self.config.output.save_every_steps
         begins = self.config.output.resume == "auto" and not progress.step and not self.steps()
+        config, *made = (self.folder / name for name in ("config.yaml", "final", "report.html", "summary.json"))
+        # Files of a person may have these names. A run that is killed early leaves a log and a config.yaml like ours.
+        is_recipe = config.exists() and not config.read_bytes().startswith(b"# data\n")
         # The log of a killed run may be one save ahead of the checkpoint that was on its way.
-        had_some = (self.folder / "summary.json").exists() or max(steps, default=0) > 2 * (every or math.inf)
+        had_some = is_recipe or any(map(Path.exists, made)) or max(steps, default=0) > 2 * (every or math.inf)
         if is_lost := begins and had_some:
             self.say(f"{self.checkpoints} has no checkpoint of the earlier run: it is trained from scratch")
         is_other = not self.steps() and min(steps, default=math.inf) < progress.step  # resumed from elsewhere
@@ -72,17 +79,30 @@ class DurableOutputs(Outputs):
         if self.is_main:
             super().write_rows(*self._unwritten)
             self._unwritten = ()
-            paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
-            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
+            files = {name: checkpoint.digest(path) for name, path in self._in_final().items()}
         super().finish({**summary, "final_files": files})
+
+    def _in_final(self) -> dict[str, Path]:
+        """The files there by name, except those that people are expected to edit."""
+        paths = (path for path in sorted(self.final.rglob("*")) if path.is_file() and path.suffix != ".md")
+        return {path.relative_to(self.final).as_posix(): path for path in paths}
+
+    def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
+        """An earlier ``final/`` to which a person has added files, or changed some, moves aside."""
+        if self._is_edited:
+            self._move_aside([self.final], "the earlier final/'s")
+        super().write_final(state, tokenizer)
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
         """Empty also where ``final/`` is not as the summary says."""
         summary = super().earlier_summary
+        files = summary.get("final_files", {})
         try:
-            for name, expected in summary.get("final_files", {}).items():
+            self._is_edited = bool(files and self._in_final().keys() - files.keys())
+            for name, expected in files.items():
                 if not (self.final / name).is_file() or checkpoint.digest(self.final / name, expected) != expected:
+                    self._is_edited |= (self.final / name).exists()
                     self.note(f"{self.final / name} is missing or not as it was written: final/ is written again")
                     return {}
         except checkpoint.UNREADABLE:

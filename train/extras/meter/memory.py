@@ -3,8 +3,6 @@
 A step leaks if memory grows between steps of equal shapes. Devices differ in how they count and list tensors.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys
@@ -46,7 +44,7 @@ class Measured:
     num_alloc_retries: int = 0
     num_ooms: int = 0
 
-    def merged(self, other: Measured) -> Measured:
+    def merged(self, other: "Measured") -> "Measured":
         """The larger of each figure; counts are added."""
         higher = max(other, self, key=lambda measured: measured.peak_allocated_bytes)
         reserved = max(self.peak_reserved_bytes, other.peak_reserved_bytes)
@@ -65,7 +63,7 @@ class MemoryMeter:
     ``network`` is prepared but unwrapped; by the ``num_classes`` of logits a CPU tells them from activations.
     """
 
-    leaks: LeakWatch
+    leaks: "LeakWatch"
 
     def __init__(
         self, device: torch.device, network: nn.Module, optimizer: Any, num_classes: int | None, say: Callable[..., Any]

@@ -1,19 +1,15 @@
 """The model card: what ``final/`` says of itself, in Markdown under the front matter that the Hub reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.config import Config, to_values
 from train.extras.report import Options
 from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, without_secrets
-
-if TYPE_CHECKING:
-    from train.tasks import Task
+from train.tasks import Task
 
 _SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
 _PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask", "SequenceClassification": "text-classification"}

@@ -1,7 +1,5 @@
 """The report of a run as one HTML page: no scripts, nothing fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -21,7 +19,7 @@ CSS = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
-def page(config: Config, task: type[Task], summary: Mapping[str, Any], rows: Sequence[Row], sample: str | None) -> str:
+def page(config: Config, task: "type[Task]", summary: Row, rows: Sequence[Row], sample: str | None) -> str:
     """One page that needs no other file; everything that comes from the run is escaped, everything missing left out.
 
     ``summary`` is as in ``summary.json``, ``rows`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
@@ -69,7 +67,7 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 """)
 
 
-def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
+def _glance(task: "type[Task]", summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
     machine, used = summary.get("hardware") or {}, summary.get("world_size") or 1
     device = f"{used} × {machine['gpus'][0]['name']}" if machine.get("gpus") else machine.get("cpu")
     parts = [

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import extras
@@ -48,6 +49,9 @@ class Extra(extras.Extra):
         names = run.config.of(Options).metrics
         if names and not (data.task.labelled and len(data.label_names) > 1):
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
+        strange = [name for name in names if "/" in name and not Path(name).exists()]
+        if strange and not run.config.architecture.trust_remote_code:
+            raise UserError(f"metrics: {strange[0]} is code of someone on the Hub: only --trust_remote_code runs it.")
         self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
 
