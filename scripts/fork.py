@@ -4,10 +4,8 @@
     python scripts/fork.py ../my_project --without parallelism report   # all extras but these
     python scripts/fork.py ../my_project --only adapters losses         # these alone; --only by itself: the core
 
-What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
-what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
-test that imports an extra that is gone, sets its options, or shows a sign of it (fork.yaml); and a file of tests whose
-other lines do, or that needs such a file.
+Docs, recipes and tests of what is kept come along. Recipes lose the keys of extras that are gone; recipes and tests
+that need such an extra, or show another sign of it (fork.yaml), stay behind.
 """
 
 import argparse

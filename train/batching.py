@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from train.records import BatchArithmetic, MicroBatch, column
 
@@ -109,6 +109,9 @@ class _Fetch:
                 is_list = pa.types.is_list(value.type) and not pa.types.is_nested(value.type.value_type)
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
         batch = self.collate(rows, self.seed)
+        for value in (*batch.inputs.values(), batch.labels) if get_worker_info() else ():
+            if hasattr(value, "share_memory_"):  # fails here if there is none left: torch's own thread would lose the
+                value.share_memory_()  # batch, for which the run would wait for ever
         return batch if is_counted else without_targets(batch)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,32 @@ def test_workers_that_always_die_are_done_without(tmp_path: Path, whole: Path) -
     assert end.status == EXIT_DONE, end.said
     assert "this process loads the rest itself" in end.said
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_batches_that_do_not_fit_into_shared_memory_are_loaded_without(tmp_path: Path, whole: Path, first: int) -> None:
+    """As in a container with 64 MB of it. torch would wait for them for ever."""
+    its = arguments(tmp_path, tmp_path / "run", 2)
+    [end] = run(its, tmp_path / "logs", fault=partial(shared_memory_is_full, first))
+    assert end.status == EXIT_DONE, end.said
+    assert end.said.count("/dev/shm is full (docker run --shm-size: more): this process loads the rest itself") == 1
+    assert "Traceback" not in end.said
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+def shared_memory_is_full(first: int, rank: int) -> None:
+    """For every worker, from its batch ``first`` on."""
+    from train.batching import _Fetch
+
+    plain, run_itself, made = _Fetch.__getitem__, os.getpid(), []
+
+    def fetch(self: Any, ids: Any) -> Any:
+        made.append(ids)
+        if os.getpid() != run_itself and len(made) > first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+        return plain(self, ids)
+
+    _Fetch.__getitem__ = fetch
 
 
 def workers_die() -> Fault:

@@ -1,6 +1,6 @@
 """Memory of a training run: predicted before it, explained after it. No GPU is needed.
 
-  plan      does a configuration fit on a device, and what is the fastest that does?
+  plan      does a configuration fit on a device, and what is the fastest that does? (plan --help: its flags)
   predict   only the first part: memory of a configuration as it stands
   explain   what an out-of-memory message, or a log with one, says and what to do about it
 
@@ -10,8 +10,6 @@ examples
   python -m train.memory plan --config recipe.yaml --device h200 --grid --picture grid.png
   python -m train.memory explain 'CUDA out of memory. Tried to allocate 2.00 GiB ...'
   command 2>&1 | python -m train.memory explain
-
-python -m train.memory plan --help lists the flags.
 """
 
 import argparse

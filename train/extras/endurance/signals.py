@@ -81,7 +81,7 @@ class Signals:
 def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
     """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
 
-    Where they die before they have delivered anything, this process loads the rest itself.
+    Where they die before they have delivered anything, or lack shared memory, this process loads the rest itself.
     """
     (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
     obey_this = partial(_obey_parent, os.getpid())
@@ -92,16 +92,19 @@ def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: 
             has_delivered = True
             yield batch
         return
-    except Exception:
+    except Exception as error:
         processes = batches._workers  # also those that died before the last had started
         wait([process.sentinel for process in processes], 1.0)  # connections break a little before a process ends
-        if not (ends := [process.exitcode for process in processes if process.exitcode is not None]):
+        ends = [process.exitcode for process in processes if process.exitcode is not None]
+        if not ends and "file </torch_" not in str(error):  # which is shared memory
             raise
-    del batches  # ends the other processes
+    batches._shutdown_workers()  # the error itself may keep them alive
     how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
-    next_ = "new ones continue" if has_delivered else "this process loads the rest itself"
-    say(f"a process that loads batches ended ({how}): {next_}. Memory may be full: use fewer --dataloader_num_workers.")
-    yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
+    what = f"a process that loads batches ended ({how})" if ends else "/dev/shm is full (docker run --shm-size: more)"
+    again = has_delivered and bool(ends)
+    next_ = "new ones continue" if again else "this process loads the rest itself"
+    say(f"{what}: {next_}. Memory may be full: use fewer --dataloader_num_workers.")
+    yield from deliver(say, loader, rest) if again else loader(sampler=rest, num_workers=0)
 
 
 def _start(loader: Any) -> Any:

@@ -62,14 +62,13 @@ def text_lengths(batch: MicroBatch) -> list[float]:
 
 
 def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
-    """Counts a model operator by operator on a copy without weights: a second or two for 24 layers.
+    """Counts a model, not yet compiled, wrapped or sharded, on a copy without weights: a second or two for 24 layers.
 
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
     encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
-    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
-    tokens.
+    without data, that loops over positions, or whose cost is not such a polynomial. It counts as causal, too, if its
+    layers with attention all say so. Texts have up to ``longest`` tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:

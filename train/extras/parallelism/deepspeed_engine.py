@@ -1,7 +1,6 @@
 """DeepSpeed behind the optimizer step: ZeRO stages 2 and 3 (arXiv 1910.02054) shard weights and optimizer state.
 
 Its backward also sums gradients over the ranks, and one call finds their norm, clips, updates and shares new weights.
-
 Stage and offload come from the launch file, everything else from the training configuration: accumulation, clipping,
 batch size, precision, optimizer. A launch file that says otherwise, or names a DeepSpeed JSON, stops the run.
 
