@@ -50,7 +50,9 @@ def prepare_data(run: Run) -> PreparedData:
     """Loads and tokenises the data, or raises UserError."""
     config, own = run.config, run.config.architecture
     task = load_task(config.data.task)(config)
-    corpus = run.extras.pipe("change_corpus", task, load_corpus(run, task.labelled))
+    corpus = run.extras.first("documents", config, task.labelled)  # those that --dataset names, or of its function
+    corpus = corpus or corpus_of(call_function(config.data.dataset, "dataset", config), config)
+    corpus = run.extras.pipe("change_corpus", task, corpus)
     run.outputs.note(f"data: {corpus.name}: {_sizes(corpus.splits, 'documents')}", *corpus.notes)
 
     spec = str(config.data.tokenizer or own.model)
@@ -66,12 +68,6 @@ def prepare_data(run: Run) -> PreparedData:
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
     loading = Loading(collate, config.data.dataloader_num_workers, run.accelerator.device.type == "cuda")
     return run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading, label_names))
-
-
-def load_corpus(run: Run, labelled: bool) -> Corpus:
-    """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
-    corpus = run.extras.first("documents", run.config, labelled)
-    return corpus or corpus_of(call_function(run.config.data.dataset, "dataset", run.config), run.config)
 
 
 def corpus_of(found: Any, config: Config) -> Corpus:

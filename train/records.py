@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -208,9 +209,13 @@ def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     return np.asarray(examples.with_format("arrow")[name][:])  # numpy's format takes many times as long
 
 
-def num_cores() -> int:
-    """Cores that this process may use: on a shared machine fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_cores(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: on a shared machine, or by a container's quota, fewer than there are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max 100000": there is none
+        quota, period = map(int, (group / "cpu.max").read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
 
 
 def exchange(value: Any) -> list[Any]:

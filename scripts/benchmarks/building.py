@@ -231,11 +231,12 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     """
     from safetensors.torch import load_file, load_model
 
-    from train.data import load_corpus, load_tokenizer
+    from train.config import call_function
+    from train.data import corpus_of
     from train.launch import Launch
     from train.model import build_model
     from train.records import UsageError
-    from train.tasks import load_task, tokenize
+    from train.tasks import load_task, load_tokenizer, tokenize
 
     final = folder / "final"
     own = ["--config", str(folder / "config.yaml"), *words]
@@ -245,7 +246,8 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
     task = load_task(config.data.task)(config)
     if not task.is_causal:
         raise UsageError(f"task: {task.name} predicts no next token, so it has no loss by position.")
-    corpus, tokenizer = load_corpus(run, task.labelled), load_tokenizer(str(final))
+    corpus, tokenizer = run.extras.first("documents", config, task.labelled), load_tokenizer(str(final))
+    corpus = corpus or corpus_of(call_function(config.data.dataset, "dataset", config), config)
     validation = corpus.splits["validation"]
     # Only held-out text is tokenised: of the rest one document stands for all.
     held_out = replace(corpus, splits={"train": validation.select(range(1)), "validation": validation})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from train.config import Config
 from train.extras.device import precision_in_use
 from train.extras.hardware import set_up_device, settle_precision
 from train.launch import Launch
-from train.records import UsageError
+from train.records import UsageError, num_cores
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,25 @@ def test_a_process_takes_its_share_of_the_cores(
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr("train.extras.hardware.num_cores", lambda: 8)
     set_to: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", set_to.append)
     set_up_device(torch.device(device), Launch(), Config().changed(cpu_threads=asked))
     assert set_to == ([threads] if threads is not None else [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("max 100000\n", 8), ("150000 100000\n", 2), ("50000 100000\n", 1), ("900000 100000", 8), ("", 8)],
+)
+def test_a_container_has_the_cores_of_its_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int
+) -> None:
+    """``docker run --cpus``, or a limit of Kubernetes, leaves all cores visible; so do systems without such a file."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert num_cores(tmp_path) == 8
+    (tmp_path / "cpu.max").write_text(limit)
+    assert num_cores(tmp_path) == cores
 
 
 @pytest.mark.gpu

@@ -122,8 +122,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Next to a card, too: optimizers whose state is in host memory update there.
     if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # so accelerate launch has it
-        share = max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(own.cpu_threads or share)
+        torch.set_num_threads(own.cpu_threads or max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
