@@ -334,3 +334,35 @@ def test_host_that_waits_for_the_data_of_another_ends_when_both_are_stopped(
     assert [host.wait(40) for host in pair] == [1, 1]  # launchers make 1 of every status but 0
     assert "while the data was prepared" in pair[0].text
     assert "lost" not in "".join(host.text for host in pair)
+
+
+LATE_AT_A_RESTART = """
+import os, time
+if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    time.sleep(4)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_may_start_its_processes_again_needs_one_start_for_each_loss(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """torch keeps the store: a rank that is there before rank 0 would find the address that rank 0 had before."""
+    (tmp_path / "sitecustomize.py").write_text(LATE_AT_A_RESTART)
+    output, log, lost = tmp_path / "run", tmp_path / "log", []
+    words = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", 2, "--main_process_port", 0]
+    words += ["--max_restarts", 2, "train/main.py", "--config", recipe, "--output_dir", output]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--max_steps", 60, "--save_every_steps", 5]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
+    with log.open("w") as file:
+        launcher = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, stdout=file, stderr=file)
+    for step in (5, 25):
+        until(lambda step=step: last_step(output) > step + 5, 100)
+        lost += children(launcher.pid)[-1:]
+        os.kill(lost[-1], signal.SIGKILL)
+    assert launcher.wait(150) == EXIT_DONE, log.read_text()
+    assert re.findall(r"is lost: killed", log.read_text()) == ["is lost: killed"] * 2
+    assert re.findall(r"resumed from .* at step (\d+)", log.read_text()) != []
+    assert "Traceback" not in log.read_text()
+    trained = [row["step"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"]
+    assert trained == sorted(set(trained)) and trained[-1] == 60

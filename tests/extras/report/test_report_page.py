@@ -110,12 +110,12 @@ def _config(**values: Any) -> Config:
 
 
 def _page(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
-    return page(_config(), CausalLM, summary, metrics, None)
+    return page(_config(), CausalLM.title, summary, metrics, None)
 
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    return page(_config(seed=42), CausalLM, SUMMARY, METRICS, "once upon a time")
+    return page(_config(seed=42), CausalLM.title, SUMMARY, METRICS, "once upon a time")
 
 
 def test_the_page_says_what_happened(html: str):
@@ -161,14 +161,14 @@ def test_everything_from_the_run_is_escaped():
         "hardware": {"cpu": attack, "platform": attack, "gpus": [{"name": attack, "memory_bytes": 1}]},
         "versions": {attack: attack},
     }
-    html = page(_config(run_name=attack), _Attack, summary, [matrix], attack)
+    html = page(_config(run_name=attack), _Attack.title, summary, [matrix], attack)
     assert "<script" not in html and "script" not in _Outline(html).tags
     assert html.count("&lt;script&gt;") >= 12
 
 
 def test_control_characters_and_secrets_are_not_in_the_page():
     summary = {"notes": ["\x1b[31m", "http://h/x?jwt=abc"], "label_names": ["\x07"]}
-    html = page(_config(), CausalLM, summary, [], "sample \x1b]0;title\x07\nnext")
+    html = page(_config(), CausalLM.title, summary, [], "sample \x1b]0;title\x07\nnext")
     assert not {"\x1b", "\x07"} & set(html) and "jwt=…" in html and "\nnext" in html
 
 
@@ -299,18 +299,12 @@ def test_a_long_curve_takes_little_room_and_keeps_its_spike():
     assert len(svg) < 50_000 and heights.count(min(heights)) == 1 and min(heights) < sorted(heights)[1] / 5
 
 
-class _Nameless(Task):
-    """A task without a title."""
-
-    name = "my_task"
-
-
-@pytest.mark.parametrize(("task", "title"), [(CausalLM, "causal language"), (_Nameless, "my task")])
-def test_the_report_is_written_whole(tmp_path: Path, task: type[Task], title: str):
+@pytest.mark.parametrize("title", ["causal language", "my task"])
+def test_the_report_is_written_whole(tmp_path: Path, title: str):
     config = _config(output_dir=str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
     path = tmp_path / "report.html"
-    write_whole(path, page(config, task, {}, read_metrics(tmp_path / "metrics.jsonl"), "bad \udc80 text"))
+    write_whole(path, page(config, title, {}, read_metrics(tmp_path / "metrics.jsonl"), "bad \udc80 text"))
     html = path.read_text(encoding="utf-8")
     assert html.startswith("<!DOCTYPE html>")
     assert f"<h1>{tmp_path.name}</h1>" in html and f"Trained a {title} model." in html and "<svg" in html

@@ -1,5 +1,4 @@
-"""Activation checkpointing: layers that recompute their activations in backward, with inputs on the device or host;
-and layers that are compiled, which has to agree with it.
+"""Activation checkpointing: layers that recompute their activations in backward; compiled layers, which have to agree.
 
 A checkpointed layer keeps its input, (B, S, H); the inputs of all layers are L·B·S·H elements, at long sequences the
 largest part of the remaining activations. With offload they are kept in pinned host memory. Copies run on a stream of

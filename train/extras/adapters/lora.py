@@ -1,5 +1,4 @@
-"""Adapters: LoRA adds small trained matrices next to frozen weights (arXiv 2106.09685); QLoRA keeps those in 4 bits
-(arXiv 2305.14314).
+"""Adapters: LoRA (arXiv 2106.09685) trains small ones next to frozen weights; QLoRA (2305.14314) has those in 4 bits.
 
 peft puts its layers inside the network, so head, generation and names stay where they are. Gradients and optimizer
 state exist for the adapters alone. A checkpoint holds the adapters and a digest of the frozen weights: a run that

@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore, distributed_c10d
 
 from train.launch import Launch
 from train.records import EXIT_ERROR, one_line
@@ -315,8 +315,12 @@ def follow_launcher() -> None:
     """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
 
     An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
-    one that was started from a shell, perhaps with nohup, is meant to outlive it.
+    one that was started from a shell, perhaps with nohup, is meant to outlive it. Processes that a launcher starts
+    again (``--max_restarts``) meet by keys of their own: it keeps the store, with addresses of those before.
     """
+    if (start := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        meet, own = distributed_c10d.rendezvous, f"start {start}"
+        distributed_c10d.rendezvous = lambda *a, **k: ((PrefixStore(own, s), *ranks) for s, *ranks in meet(*a, **k))
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform == "linux" and any(name in os.environ for name in launchers):
         launcher = os.getppid()

@@ -95,7 +95,8 @@ class Extra(extras.Extra):
         task = type(parts.data.task)
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
         report = outputs.folder / "report.html"
-        write_whole(report, page(run.config, task, summary, read_metrics(outputs.metrics), sample))
+        kind, rows = task.title or task.name.replace("_", " "), read_metrics(outputs.metrics)
+        write_whole(report, page(run.config, kind, summary, rows, sample))
         outputs.say(f"report: {report}")
         if sample:
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")

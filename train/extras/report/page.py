@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.config import Config, dump
 from train.extras.report import Options
@@ -12,17 +12,14 @@ from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, several, without_secrets
 
-if TYPE_CHECKING:
-    from train.tasks import Task
-
 CSS = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
-def page(config: Config, task: "type[Task]", summary: Row, rows: Sequence[Row], sample: str | None) -> str:
+def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: str | None) -> str:
     """One page that needs no other file; everything that comes from the run is escaped, everything missing left out.
 
-    ``summary`` is as in ``summary.json``, ``rows`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
+    ``summary`` and ``rows`` are as in ``summary.json`` and ``metrics.jsonl``; a ``kind`` of model wrote ``sample``.
     """
     data = {row["split"]: row.get("data") for row in rows if row["kind"] == "evaluation"}  # of the last
     data |= {split: metrics.get("data") for split, metrics in (summary.get("result") or {}).items()}
@@ -58,7 +55,7 @@ def page(config: Config, task: "type[Task]", summary: Row, rows: Sequence[Row], 
 <body>
 <main>
 <h1>{title}</h1>
-<p class="glance">{escape(_glance(task, summary, evaluations))}</p>
+<p class="glance">{escape(_glance(kind, summary, evaluations))}</p>
 {"".join(sections)}<footer>
 Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in the same folder.</footer>
 </main>
@@ -67,11 +64,11 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 """)
 
 
-def _glance(task: "type[Task]", summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
+def _glance(kind: str, summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
     machine, used = summary.get("hardware") or {}, summary.get("world_size") or 1
     device = f"{used} × {machine['gpus'][0]['name']}" if machine.get("gpus") else machine.get("cpu")
     parts = [
-        f"Trained a {task.title or task.name.replace('_', ' ')} model",
+        f"Trained a {kind} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
         shown(summary, "steps", lambda value: f"for {several(value, 'step')}"),
         shown(summary, "global_batch_size", lambda value: f"of {several(value, 'example')}"),
