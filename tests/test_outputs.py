@@ -285,17 +285,31 @@ def test_what_a_killed_run_has_left_before_its_first_checkpoint_does_not_move_as
     assert not (tmp_path / "run" / "previous-1").exists()
 
 
-@pytest.mark.parametrize("name", ["model-q4.gguf", "config.json"])
+@pytest.mark.parametrize("name", ["model-q4.gguf", "config.json", "NOTES.md"])
 def test_a_final_model_to_which_a_person_has_added_something_is_kept(tmp_path: Path, name: str) -> None:
     final = tmp_path / "run" / "final"
     assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
     (final / name).write_text('{"mine": true}')
-    (final / "README.md").write_text("edited")
     assert train(tmp_path, "--max_steps", "2") == EXIT_DONE
     assert (tmp_path / "run" / "previous-1" / "final" / name).read_text() == '{"mine": true}'
     assert "model_type" in (final / "config.json").read_text()
     assert train(tmp_path, "--max_steps", "3") == EXIT_DONE
     assert not (tmp_path / "run" / "previous-2").exists()
+
+
+def test_an_edited_card_leaves_a_run_done_and_files_of_a_person_move_for_a_run_from_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    (run / "final" / "README.md").write_text("edited")
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    assert "nothing to do" in capsys.readouterr().out and (run / "final" / "README.md").read_text() == "edited"
+    (mine / "final").mkdir(parents=True)
+    (mine / "final" / "notes.txt").write_text("mine")
+    start = str(run / "checkpoints" / "step-00000001")
+    assert train(tmp_path, "--resume", start, "--max_steps", "2", "--output_dir", str(mine)) == EXIT_DONE
+    assert (mine / "previous-1" / "final" / "notes.txt").read_text() == "mine"
 
 
 def test_a_run_from_scratch_moves_nothing_before_it_can_start(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_run_without_its_checkpoints_says_that_it_starts_from_scratch_and_keep
             (tmp_path / "run" / "summary.json").unlink()
         [ended] = run(flags, tmp_path / "logs")
         assert ended.status == EXIT_DONE
-        assert "has no checkpoint of the earlier run: it is trained from scratch" in ended.said
+        assert "has no checkpoint: the run starts from scratch" in ended.said
         assert f"the earlier run's files were moved to {tmp_path / 'run' / f'previous-{number}'}" in ended.said
         assert log_of(tmp_path / "run" / f"previous-{number}") == log
         assert final_files(tmp_path / "run") == final
@@ -134,7 +134,7 @@ def test_a_finished_run_whose_model_was_moved_away_keeps_its_log(tmp_path: Path)
     (tmp_path / "run" / "final").rename(tmp_path / "deployed")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     [ended] = run(flags, tmp_path / "logs")
-    assert ended.status == EXIT_DONE and "has no checkpoint of the earlier run" in ended.said
+    assert ended.status == EXIT_DONE and "has no checkpoint: the run starts from scratch" in ended.said
     assert log_of(tmp_path / "run" / "previous-1") == log
 
 

@@ -90,10 +90,24 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "me/small"]
     assert main([*words, "--hub_private_repo"]) == 1
-    assert "the repository was there before, and is public in spite of hub_private_repo" in capsys.readouterr().err
+    assert "it is public, in spite of hub_private_repo: make it private, or name another" in capsys.readouterr().err
     assert len(Hub.asked) == 1  # it was made, or found; nothing was sent
     assert main(words) == 0
     assert len(Hub.asked) == 3
+
+
+def test_a_model_whose_upload_failed_is_not_taken_for_an_edited_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run")]
+    push = ["--num_epochs", "2", "--push_to_hub", "--hub_model_id", "me/small"]
+    assert main([*words, "--num_epochs", "1"]) == 0
+    assert [main([*words, *push]), main([*words, *push])] == [1, 1]
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    assert main([*words, *push]) == 0
+    assert not (tmp_path / "run" / "previous-1").exists() and len(Hub.asked) == 2
 
 
 def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(

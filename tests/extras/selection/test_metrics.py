@@ -79,14 +79,6 @@ def test_a_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> No
     assert "\n" not in str(caught.value) and "connection" in str(caught.value)
 
 
-def test_code_of_someone_on_the_hub_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("evaluate.load", lambda name, **options: asked.append(name))
-    with pytest.raises(UserError, match="metrics: someone/f1 is code of someone on the Hub: only --trust_remote_code"):
-        prepared("sequence_classification", "someone/f1", classes=2)
-    assert asked == []
-
-
 def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
     with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
         prepared("causal_lm", metric_folder)

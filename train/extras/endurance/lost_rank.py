@@ -129,8 +129,8 @@ class RankWatch:
                 self._store.set(LEFT, "1")
                 if kind is not None:
                     self._store.set(FAILED, "1")
-                if self._rank == 0 and self._is_preparing:
-                    time.sleep(3 * POLL_SECONDS)  # so that those who wait see it: the store ends with the launcher
+                if self._rank == 0 and self._is_preparing and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+                    time.sleep(3 * POLL_SECONDS)  # so that other hosts see it: the store ends with this one's launcher
 
     def concludes(self, error: Exception) -> bool:
         """Whether a lost rank caused ``error``; if so, one rank has reported it by then. Takes seconds."""

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
+from train.config import CORE
 from train.outputs import Outputs
 from train.records import Progress, UserError
 from train.state import TrainingState
@@ -31,12 +32,13 @@ class DurableOutputs(Outputs):
         begins = self.config.output.resume == "auto" and not progress.step and not self.steps()
         config, *made = (self.folder / name for name in ("config.yaml", "final", "report.html", "summary.json"))
         # Files of a person may have these names. A run that is killed early leaves a log and a config.yaml like ours.
-        is_recipe = config.exists() and not config.read_bytes().startswith(b"# data\n")
+        is_recipe = config.exists() and not config.read_bytes().startswith(f"# {next(iter(CORE))}\n".encode())
+        is_whole = is_recipe or any(map(Path.exists, made))
         # The log of a killed run may be one save ahead of the checkpoint that was on its way.
-        had_some = is_recipe or any(map(Path.exists, made)) or max(steps, default=0) > 2 * (every or math.inf)
-        if is_lost := begins and had_some:
-            self.say(f"{self.checkpoints} has no checkpoint of the earlier run: it is trained from scratch")
-        is_other = not self.steps() and min(steps, default=math.inf) < progress.step  # resumed from elsewhere
+        if is_lost := begins and (is_whole or max(steps, default=0) > 2 * (every or math.inf)):
+            self.say(f"{self.checkpoints} has no checkpoint: the run starts from scratch")
+        is_from_elsewhere = progress.step > 0 and not self.steps()
+        is_other = is_from_elsewhere and (is_whole or min(steps, default=math.inf) < progress.step)
         if is_lost or is_other or self.config.output.resume == "never":
             self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
         later = [path for at, path in self.steps().items() if at > progress.step]
@@ -83,28 +85,29 @@ class DurableOutputs(Outputs):
         super().finish({**summary, "final_files": files})
 
     def _in_final(self) -> dict[str, Path]:
-        """The files there by name, except those that people are expected to edit."""
-        paths = (path for path in sorted(self.final.rglob("*")) if path.is_file() and path.suffix != ".md")
+        """The files there by name, without model cards, which each run writes again."""
+        paths = (path for path in sorted(self.final.rglob("*")) if path.is_file() and path.name != "README.md")
         return {path.relative_to(self.final).as_posix(): path for path in paths}
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
         """An earlier ``final/`` to which a person has added files, or changed some, moves aside."""
-        if self._is_edited:
+        if self._is_edited and self.final.exists():
             self._move_aside([self.final], "the earlier final/'s")
+        if self.is_main:  # or a run that fails before its summary would take its own final/ for one that was edited
+            (self.folder / "summary.json").unlink(missing_ok=True)
         super().write_final(state, tokenizer)
 
     @cached_property
     def earlier_summary(self) -> dict[str, Any]:
         """Empty also where ``final/`` is not as the summary says."""
         summary = super().earlier_summary
-        files = summary.get("final_files", {})
         try:
-            self._is_edited = bool(files and self._in_final().keys() - files.keys())
-            for name, expected in files.items():
-                if not (self.final / name).is_file() or checkpoint.digest(self.final / name, expected) != expected:
-                    self._is_edited |= (self.final / name).exists()
-                    self.note(f"{self.final / name} is missing or not as it was written: final/ is written again")
-                    return {}
+            files, there = summary.get("final_files", {}), self._in_final()
+            same = {n for n in files.keys() & there.keys() if checkpoint.digest(there[n], files[n]) == files[n]}
         except checkpoint.UNREADABLE:
+            return {}
+        self._is_edited = bool(files and there.keys() - same)
+        if broken := sorted(files.keys() - same):
+            self.note(f"{self.final / broken[0]} is missing or not as it was written: final/ is written again")
             return {}
         return summary

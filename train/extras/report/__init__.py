@@ -156,7 +156,7 @@ def _push(run: Run, name: str, is_private: bool) -> None:
     try:
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         if is_private and not api.repo_info(made.repo_id).private:
-            raise PermissionError("the repository was there before, and is public in spite of hub_private_repo")
+            raise PermissionError("it is public, in spite of hub_private_repo: make it private, or name another")
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
         remedy = "With a connection, and after 'hf auth login', the same command uploads it"

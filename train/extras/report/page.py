@@ -30,7 +30,8 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
     listed = "".join(f"<li>{escape(str(note))}</li>" for note in notes)
     phases, kinds = summary.get("peak_bytes_by_phase") or {}, summary.get("bytes_by_kind") or {}
     sizes = {name: gib(size) for name, size in {**phases, **kinds}.items()}
-    settings = "<summary>Every setting of this run; saved as config.yaml, re-runs it</summary>"
+    settings = "<summary>Every setting but dataset_options; config.yaml has all and re-runs this</summary>"
+    settings += f"<pre>{escape(dump(config.changed(dataset_options=None)))}</pre>"
     sections = [
         _cards(summary),
         section_html("Curves", figures_html(charts(metrics, summary))),
@@ -39,7 +40,7 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
         section_html("Confusions", _confusions(summary)),
         section_html("Sample", sample and f'<div class="box"><pre>{escape(sample)}</pre></div>'),
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
-        section_html("Configuration", f'<details class="box">{settings}<pre>{escape(dump(config))}</pre></details>'),
+        section_html("Configuration", f'<details class="box">{settings}</details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
     title = escape(config.of(Options).run_name or Path(config.output.output_dir).resolve().name)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import extras
@@ -30,7 +29,7 @@ with_eval = functools.partial(option, needs="eval_every_steps")
 class Options:
     """Metrics; which evaluated step is the best, and what follows from it."""
 
-    metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
+    metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification: code by name or folder.")
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
     greater_is_better: bool | None = option(None, "Default: the task's, or not for losses, errors and perplexity.")
     load_best_model_at_end: bool = with_eval(False, "final/ holds the best evaluated weights instead of the last.")
@@ -49,9 +48,6 @@ class Extra(extras.Extra):
         names = run.config.of(Options).metrics
         if names and not (data.task.labelled and len(data.label_names) > 1):
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
-        strange = [name for name in names if "/" in name and not Path(name).exists()]
-        if strange and not run.config.architecture.trust_remote_code:
-            raise UserError(f"metrics: {strange[0]} is code of someone on the Hub: only --trust_remote_code runs it.")
         self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
 
