@@ -98,12 +98,15 @@ def test_the_first_interrupt_after_another_request_ends_nothing_at_once(monkeypa
     assert stop == ["SIGTERM"]
 
 
+READS = "train.extras.readers.corpus:load_corpus"
+
+
 @pytest.mark.parametrize(
     ("target", "number"),
     [
         *(("train.data:tokenize", number) for number in SIGNALS[:2]),
         *(pytest.param("train.data:tokenize", number, marks=pytest.mark.slow) for number in SIGNALS[2:]),
-        *(pytest.param("train.data:load_corpus", number, marks=pytest.mark.slow) for number in SIGNALS),
+        *(pytest.param(READS, number, marks=pytest.mark.slow) for number in SIGNALS),
     ],
 )
 def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, number: signal.Signals) -> None:
@@ -121,7 +124,7 @@ def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, numbe
 def test_a_run_from_scratch_that_is_stopped_before_it_begins_is_not_told_to_resume_another(tmp_path: Path) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run", "--max_steps", 1, "--num_epochs", "None")
     assert run(its, tmp_path / "logs")[0].status == EXIT_DONE
-    stop = at_call("train.data:load_corpus", send_itself(signal.SIGTERM))
+    stop = at_call(READS, send_itself(signal.SIGTERM))
     [end] = run((*its, "--resume", "never"), tmp_path / "logs", fault=stop)
     assert end.status == EXIT_STOPPED, end.said
     assert "run the same command again to resume from step 0." in end.said
