@@ -110,8 +110,8 @@ class _Fetch:
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
         batch = self.collate(rows, self.seed)
         for value in (*batch.inputs.values(), batch.labels) if get_worker_info() else ():
-            if hasattr(value, "share_memory_"):  # fails here if there is none left: torch's own thread would lose the
-                value.share_memory_()  # batch, for which the run would wait for ever
+            if hasattr(value, "share_memory_"):  # raises here where no room is left: torch's own thread would lose
+                value.share_memory_()  # the batch, and the run would wait for it for ever
         return batch if is_counted else without_targets(batch)
 
 

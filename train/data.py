@@ -50,7 +50,7 @@ def prepare_data(run: Run) -> PreparedData:
     """Loads and tokenises the data, or raises UserError."""
     config, own = run.config, run.config.architecture
     task = load_task(config.data.task)(config)
-    corpus = run.extras.first("documents", config, task.labelled)  # those that --dataset names, or of its function
+    corpus = run.extras.first("documents", config, task.labelled)  # as one reads --dataset, else from its function
     corpus = corpus or corpus_of(call_function(config.data.dataset, "dataset", config), config)
     corpus = run.extras.pipe("change_corpus", task, corpus)
     run.outputs.note(f"data: {corpus.name}: {_sizes(corpus.splits, 'documents')}", *corpus.notes)

@@ -17,11 +17,6 @@ from train.main import main
 from train.records import UsageError
 
 
-@pytest.fixture(autouse=True)
-def _is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
-
-
 class Hub:
     """In place of ``huggingface_hub.HfApi``."""
 
@@ -41,11 +36,16 @@ class Hub:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
 
 
+@pytest.fixture(autouse=True)
+def _logged_in_to_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+
+
 def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "someone/small", "--hub_private_repo"]
     assert main(words) == 1
@@ -69,8 +69,6 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
 def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
     monkeypatch.setattr(Hub, "is_reachable", True)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "small"]) == 0
@@ -83,8 +81,6 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Hub ignores ``private`` for a repository that exists."""
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
     monkeypatch.setattr(Hub, "is_reachable", True)
     monkeypatch.setattr(Hub, "is_private", False)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
@@ -99,8 +95,6 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
 def test_a_model_whose_upload_failed_is_not_taken_for_an_edited_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run")]
     push = ["--num_epochs", "2", "--push_to_hub", "--hub_model_id", "me/small"]
     assert main([*words, "--num_epochs", "1"]) == 0
@@ -121,8 +115,6 @@ def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(
     assert not (tmp_path / "run" / "checkpoints").exists()
     parse([*words, "--push_to_hub", "--hub_model_id", "me/small"])  # which a plan does, too: it uploads nothing
     (tmp_path / "token").write_text("hf_kept_by_login")
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
     monkeypatch.setattr(Hub, "is_reachable", True)
     assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == 0
     assert Hub.asked
