@@ -97,9 +97,9 @@ class Fork:
             text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
             project.write_text(text, encoding="utf-8")
         kept = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
-        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
+        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n"
         words = {"name": self.target.name, "extras": ", ".join(self.keep) or "none", "docs": ", ".join(kept)}
-        readme = TABLES["readme"].format(**words, quickstart=first)
+        readme = TABLES["readme"].format(**words, quickstart=first if starts else "")
         (self.target / "README.md").write_text(readme, encoding="utf-8")
         for page in (self.target / "docs").rglob("*.md"):  # of a link to what is not copied its words stay
             text, here = page.read_text(encoding="utf-8"), page.parent

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -77,11 +76,9 @@ def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _device_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
-    """accelerate keeps device and precision of a process's first Accelerator; a test for a card begins without one, and
-    so does one that follows a run in half precision."""
+    """accelerate keeps the device of a process's first Accelerator; a test for a card begins without one."""
     is_gpu = request.node.get_closest_marker("gpu") is not None
-    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    if is_gpu or (state is not None and state._shared_state.get("_mixed_precision", "no") != "no"):
+    if is_gpu:
         forget_device()
     yield
     if is_gpu:

@@ -102,6 +102,22 @@ def test_saved_config_runs_the_same_again(recipe: Path, tmp_path: Path) -> None:
     assert checkpoint_digests(tmp_path / "one", STEPS) == checkpoint_digests(tmp_path / "two", STEPS)
 
 
+def test_runs_of_one_process_may_differ_in_precision_and_accumulation(recipe: Path, tmp_path: Path) -> None:
+    """As in a notebook, or in a search for settings; accelerate alone refuses another precision."""
+    settings = {"first": ("no", 8), "other": ("bf16", 4), "again": ("no", 8)}
+    for name, (precision, size) in settings.items():
+        flags = ("--mixed_precision", precision, "--global_batch_size", size)
+        assert train(recipe, tmp_path / name, *flags) == EXIT_DONE
+    found = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in settings}
+    assert [(s["mixed_precision"], s["global_batch_size"]) for s in found.values()] == [
+        ("fp32", 8),
+        ("bf16", 4),
+        ("fp32", 8),
+    ]
+    digests = {name: checkpoint_digests(tmp_path / name, found[name]["steps"]) for name in settings}
+    assert digests["first"] == digests["again"] != digests["other"]
+
+
 @pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
 def test_other_tasks_train_and_resume_exactly(recipe: Path, tmp_path: Path, task: str) -> None:
     documents = tmp_path / "labelled.jsonl"

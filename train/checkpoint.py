@@ -165,7 +165,7 @@ def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
 def refusal(final: Path, error: OSError) -> UserError:
     """That the checkpoint ``final`` could not be written."""
     what = f"the checkpoint {final.name} could not be written to {final.parent}: {error.strerror or error}"
-    remedy = "; free space or give another --output_dir" * bool(error.errno)
+    remedy = "; free space or give another --output_dir" if error.errno else ""
     return UserError(f"{what}. Earlier checkpoints are untouched{remedy}.")
 
 

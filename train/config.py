@@ -373,7 +373,7 @@ def check(config: Config, launch: Launch | None = None) -> None:
         bounds = {rule: entry.metadata[rule] for rule in BOUNDS if rule in entry.metadata}
         is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be beyond all floats
         if not is_finite or not all(getattr(operator, rule)(value, bounds[rule]) for rule in bounds):
-            words = [*(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()), *["finite"] * (not is_finite)]
+            words = [f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()] + ([] if is_finite else ["finite"])
             off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
             raise UsageError(f"{name}: {value} is not valid: it must be {' and '.join(words)}{off}.")
     extras.check(config, launch or Launch())

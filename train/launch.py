@@ -73,8 +73,7 @@ def target_device() -> torch.device:
 
 def accelerator_options(launch: Launch, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
     """Arguments of ``Accelerator`` that follow from launch and device; ranks wait ``seconds`` for each other."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import InitProcessGroupKwargs
+    from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
     from torch.distributed import distributed_c10d
 
     # NCCL's watchdog kills without a word: waiting longer lets a rank that knows who is lost say so first.

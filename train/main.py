@@ -61,10 +61,11 @@ def run_to_its_end(config: Config, launch: launching.Launch, hooks: extras.Extra
 
 def start(config: Config, launch: launching.Launch, hooks: extras.Extras, stop: list[str]) -> records.Run:
     """Makes the Accelerator, which knows devices, precision and accumulation, and the Run that is handed on."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, state
 
     from train.outputs import Outputs
 
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process may have differed
     launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
     launch = hooks.pipe("change_launch", config, launch)
     # Accelerator: what the launcher decided goes in as options.

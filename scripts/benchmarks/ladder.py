@@ -139,7 +139,7 @@ def page(found: dict[str, Any]) -> str:
     room = question_of(rungs_of("1b")[0], device, 1024).room_bytes
     has_full = any("full_length" in row for row in found["rows"])
     rows = [row if has_full else row[:3] + row[4:] for row in map(cells, found["rows"])]
-    full = "A full card is one of which nothing is left free. " * has_full
+    full = "A full card is one of which nothing is left free. " if has_full else ""
     lines = [
         f"# The ladder, predicted for {device.name}",
         "",

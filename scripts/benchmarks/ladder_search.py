@@ -380,9 +380,8 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
     kinds = {kind: [row for row in tries if row["kind"] == kind] for kind in ("longest", "at", "speed")}
     by_rung = [[r for r in kinds["longest"] if r["key"] == key] for key in dict.fromkeys(r["key"] for r in tries)]
     brackets = [bracket_cells(rows) for rows in by_rung if rows]
-    lines = ["", "## The longest sequence", "", *BRACKETS.lines(brackets), "", held_line(kinds["longest"])] * bool(
-        brackets
-    )
+    longest = ["", "## The longest sequence", "", *BRACKETS.lines(brackets), "", held_line(kinds["longest"])]
+    lines = longest if brackets else []
     # What was tried at one length began with the last rung.
     for title, rows in (("Each rung at one length", kinds["at"][::-1]), ("Speed", kinds["speed"])):
         lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))] if rows else []

@@ -156,5 +156,5 @@ def tokenizer_digest(tokenizer: Any) -> str:
     else:
         text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
     text += str(getattr(tokenizer, "chat_template", None) or "")
-    text += "split" * getattr(tokenizer, "split_special_tokens", False)  # then a text's own marks are text
+    text += "split" if getattr(tokenizer, "split_special_tokens", False) else ""  # then a text's own marks are text
     return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]

@@ -169,7 +169,7 @@ def _shrunk(model: Any, factor: int, layers: int) -> nn.Module:
             if type(value) is int:
                 is_width = value >= MIN_WIDTH and re.search(WIDTHS, name) and ("inter" in name or value % factor == 0)
                 limits = [limit for pattern, limit in LIMITS.items() if re.search(pattern, name)]
-                limits += [keep] * bool(value == count and re.search("layer|block", name))
+                limits += [keep] if value == count and re.search("layer|block", name) else []
                 setattr(part, name, min(value, *limits or [value // factor if is_width else value]))
     if factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH:
         raise ValueError("too narrow")

@@ -104,7 +104,7 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         chosen = pieces if len(pieces) <= 3 else [*pieces[:2], pieces[-1]]
         try:
             for number, rows in enumerate(chosen):
-                tracker.repeats = 1 + (len(pieces) - len(chosen)) * (number == 1)
+                tracker.repeats = 1 + (len(pieces) - len(chosen) if number == 1 else 0)
                 yield rows
         finally:
             tracker.repeats = 1

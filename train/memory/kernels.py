@@ -229,7 +229,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         gradient, num_indices, num_embeddings = args[0], args[1].numel(), args[2]
         # To sort the indices; beyond 3,072 also partial sums per segment, an upper bound.
         segments = num_indices // 10 + min(num_indices, num_embeddings)
-        return [num_indices * 8] * 5 + [segments * gradient.shape[-1] * 4] * (num_indices > 3072)
+        return [num_indices * 8] * 5 + ([segments * gradient.shape[-1] * 4] if num_indices > 3072 else [])
     return []
 
 
@@ -249,7 +249,7 @@ def _flash_backward(query: Tensor, key: Tensor, documents: int = 0, divides: boo
         buffers += [per_key * some] * 2
     if at_once < key_heads:
         buffers += [per_query * some] * (1 + copies) + [per_key * at_once] * 2
-        buffers += [query.numel() // heads // head_size * some * 4] * (query.ndim == 4 and len(query) > 1)  # the sums
+        buffers += [query.numel() // heads // head_size * some * 4] if query.ndim == 4 and len(query) > 1 else []
     return buffers
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
-            reason += f" ({GUESS})" * job.is_guess
+            reason += f" ({GUESS})" if job.is_guess else ""
             answer = UserError(f"this model or setting cannot be predicted: {reason}. A run tries it for real.")
         pickle.dump(answer, answers)
         answers.flush()

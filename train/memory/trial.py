@@ -127,7 +127,7 @@ def _known(job: Job) -> tuple[Config, list[str]]:
     if (attention := config.architecture.attn_implementation) not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
         notes.append(f"attention {attention} is predicted as sdpa, whose flash kernel keeps the same tensors")
-    notes += [GUESS] * job.is_guess
+    notes += [GUESS] if job.is_guess else []
     if config.get("packing") and not job.documents:
         notes.append("packing: one document a row is assumed, which takes longest")
     if config.get("compile"):

@@ -34,7 +34,7 @@ from scripts.benchmarks.study.trials import (
 )
 from train.config import parse
 from train.extras.selection import SMALLER_IS_BETTER
-from train.figures import count, duration, gib
+from train.figures import count, duration, gib, several
 from train.records import UsageError
 
 BASELINE = "baseline"
@@ -133,7 +133,7 @@ def sentences(found: dict[str, Any]) -> list[str]:
     few = " A few seeds on one model say little: small differences stay hidden." if seeds < 10 else ""
     return [
         *said,
-        f"Metrics are compared seed by seed over {seeds} seed{'s' * (seeds > 1)}. A difference counts as shown if its "
+        f"Metrics are compared seed by seed over {several(seeds, 'seed')}. A difference counts as shown if its "
         f"95 % interval (Student's t) leaves zero out: of twenty variants that change nothing, one does.{few}",
     ]
 

@@ -143,7 +143,7 @@ class Maps:
         if first is not None and first.reason is not None:
             return "refused"
         size = largest(self.cells, model, rung, length, self.cards[card], kernels_of(card))
-        return f"{'≥ ' * (size == SIZES[-1])}{size:,}" if size else "–"
+        return f"{'≥ ' if size == SIZES[-1] else ''}{size:,}" if size else "–"
 
     @property
     def refusals(self) -> list[str]:

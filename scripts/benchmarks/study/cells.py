@@ -175,7 +175,7 @@ class Results:
                 self._path.unlink(missing_ok=True)
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             self._file = self._path.open("a", encoding="utf-8")
-            self._file.write("\n" * (text[-1:] not in ("", "\n")))  # a run was killed in the middle of a line
+            self._file.write("" if text[-1:] in ("", "\n") else "\n")  # a run was killed in the middle of a line
         except OSError as error:
             raise UserError(f"{self._path}: {error.strerror or error}. Give another --output.") from None
         names = {field.name for field in fields(Cell)}

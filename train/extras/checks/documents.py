@@ -60,7 +60,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
             before = np.hstack(list(before))
         after = np.minimum(before, most) if config.get("packing") else column(train, "length")
         if cut := int((before > after).sum()):
-            how = f"truncation ({config.data.truncation}): " * ("truncation" in task.encode_settings)
+            how = f"truncation ({config.data.truncation}): " if "truncation" in task.encode_settings else ""
             longer = f"{cut} of {len(before)} documents were cut, to {most} tokens or fewer"
             lines.append(f"{how}{longer}; {100 * (1 - after.sum() / before.sum()):.1f} % of all tokens are lost")
     for name, documents in data.corpus.splits.items():
@@ -109,6 +109,6 @@ def describe_training(run: Run, parts: Parts) -> list[str]:
 def describe_batch(arithmetic: BatchArithmetic) -> str:
     """micro-batch × accumulation × ranks = global batch, in words."""
     size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
-    examples, processes = f"{size} example{'s' * (size > 1)}", f"{ranks} process{'es' * (ranks > 1)}"
+    examples, processes = several(size, "example"), f"{ranks} process{'es' if ranks > 1 else ''}"
     made = f"{examples} per micro-batch × {arithmetic.accumulation_steps} accumulated × {processes}"
     return f"{made} = {arithmetic.global_batch_size} per step"

@@ -229,7 +229,7 @@ class Extra(extras.Extra):
     def stopped(self, run: Run, step: int | None) -> None:
         """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
         outputs, names = run.outputs, [*run.stop, None]
-        saved = "; a checkpoint is written" * (step in outputs.steps())
+        saved = "; a checkpoint is written" if step in outputs.steps() else ""
         where = f"after step {step}{saved}" if step is not None else "while the data was prepared"
         step = step if step is not None else self._newest_step()
         if outputs.is_main:
@@ -254,8 +254,8 @@ class Extra(extras.Extra):
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""
-        has_own = self._has_begun and self._newest_step() > 0
-        return "the same command" + " with --resume auto" * (has_own and self._config.output.resume != "auto")
+        needs_flag = self._config.output.resume != "auto" and self._has_begun and self._newest_step() > 0
+        return "the same command with --resume auto" if needs_flag else "the same command"
 
     def _newest_step(self) -> int:
         """The newest checkpoint's step, or 0. Checkpoints from before a run from scratch are another run's."""

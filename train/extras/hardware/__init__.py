@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from train import extras
 from train.config import Config, option
 from train.extras.device import SHORT, device_name, precision_in_use
+from train.figures import several
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
 
@@ -47,11 +48,10 @@ class Extra(extras.Extra):
         accelerator, dtype = run.accelerator, run.config.architecture.dtype
         device, arithmetic = accelerator.device, precision_in_use(accelerator)
         parts = [f"{accelerator.num_processes} × {device_name(device)}"]
-        parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
-        parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
+        parts += [f"{several(torch.get_num_threads(), 'thread')} each"] if device.type == "cpu" else []
+        parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") if device.type == "cuda" else ""]
         shown = {"no": SHORT[dtype], "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
-        line = f"device: {', '.join(filter(None, parts))}, precision {shown}"
-        run.outputs.note(line, self._precision_line)
+        run.outputs.note(f"device: {', '.join(filter(None, parts))}, precision {shown}", self._precision_line)
 
 
 def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:

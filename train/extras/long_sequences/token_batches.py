@@ -18,7 +18,7 @@ class TokenRounds(Rounds):
 
     def describe(self, arithmetic: BatchArithmetic) -> str:
         made = f"{arithmetic.global_batch_size} per step, in micro-batches of up to {self.max_tokens:,} tokens"
-        return f"{made} on {arithmetic.dp_size} process{'es' * (arithmetic.dp_size > 1)}"
+        return f"{made} on {arithmetic.dp_size} process{'es' if arithmetic.dp_size > 1 else ''}"
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.

@@ -191,7 +191,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        several = ". An object begins at the start of a line; `jq -c . FILE` puts each on one" * ("{" in text)
+        several = ". An object begins at the start of a line; `jq -c . FILE` puts each on one" if "{" in text else ""
         return RecordError(re.sub("(?: at)?: line 1 column", " at column", f"not JSON ({error}){several}"))
 
 

@@ -73,7 +73,7 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     if source is not None and _holds(config, "config.json") is False:
         how = f"build the model with `{_public(source)}` and fill it with `safetensors.torch.load_model`"
         return f"The weights are in `model.safetensors`; {how}. `AutoTokenizer.from_pretrained` loads the tokenizer."
-    trust = ", trust_remote_code=True" * config.architecture.trust_remote_code
+    trust = ", trust_remote_code=True" if config.architecture.trust_remote_code else ""
     text = (
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained("path/to/this/folder"{trust})\n'

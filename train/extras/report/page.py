@@ -136,7 +136,7 @@ def _evaluations(evaluations: Sequence[Row]) -> str:
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time", "data"))
     shown = [row for n, row in enumerate(evaluations, 1) if n % every == 0 or n in last.values()]
     rows = [[row.get(name) for name in names] for row in shown]
-    some = f"<p>One of {every} is shown; metrics.jsonl has all {len(evaluations):,}.</p>" * (every > 1)
+    some = f"<p>One of {every} is shown; metrics.jsonl has all {len(evaluations):,}.</p>" if every > 1 else ""
     return some + _table([name.replace("_", " ") for name in names], rows)
 
 

@@ -74,7 +74,7 @@ class Extra(extras.Extra):
             others = (known.get(split, {"data": ""}).get("data", own) != own for split, own in self._digests.items())
             if known and any(others):
                 run.outputs.earlier_summary = {}  # a run that is done is evaluated again, on these
-        self._best_of = f"{self._metric}{', reversed,' * (self._grows != by_name)} on data {self._data}"
+        self._best_of = f"{self._metric}{', reversed,' if self._grows != by_name else ''} on data {self._data}"
         if self._metric != "loss":  # which every task has
             one, found = np.array([[0.0, 1, 1, 1, 0, 0]]), {self._metric: 0.0}
             with suppress(Exception):  # a fork's own may want more rows, counts, or the model
