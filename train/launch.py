@@ -77,7 +77,7 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     from torch.distributed import distributed_c10d
 
     # NCCL's watchdog kills without a word: waiting longer lets a rank that knows who is lost say so first.
-    timeout = timedelta(seconds=seconds + 60 * (device.type == "cuda"))
+    timeout = timedelta(seconds=seconds + 60 if device.type == "cuda" else seconds)
     options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
     # Groups that a device mesh or DeepSpeed makes have no timeout of their own: NCCL would end them after 10 minutes.
     distributed_c10d.default_pg_nccl_timeout = timeout

@@ -60,7 +60,7 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
             if not (earlier.isfinite().all() and differ(logits_on_trial(small, tokens)[:, :-1], earlier)):
                 return None
             is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
-            why = f"its tokens see those that follow{' (is_decoder: false in its configuration)' * is_encoder}"
+            why = f"its tokens see those that follow{' (is_decoder: false in its configuration)' if is_encoder else ''}"
             remedy = "use --task masked_lm, or a decoder, such as llama or gpt2, or a model with is_decoder: true"
             return f"{why}, so {task.name} would learn to copy what it is to predict: {remedy}"
         row = tokens[0]

@@ -206,7 +206,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         query = args[1]
         rows, columns = min(query.shape[2], 128), min(args[2].shape[2], 512)
-        return [query.numel() * query.element_size(), rows * columns * (4 + 2 * (query.dtype in HALF))]
+        return [query.numel() * query.element_size(), rows * columns * (6 if query.dtype in HALF else 4)]
     if name in ("aten::mm", "aten::addmm") and result.device.type == "cpu":
         # a processor without bf16 arithmetic sums in fp32 first
         return [result.numel() * 4 + 128] if result.dtype == torch.bfloat16 and not cpu_has_fast_bf16() else []

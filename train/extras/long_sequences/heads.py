@@ -56,5 +56,5 @@ def by_heads(kernel: Any, dim: int, of_all: Sequence[int], keys: Any, *given: An
 
 def heads_at_once(elements: int, query_heads: int, heads: int, bytes_of_each: int) -> int:
     """How many of the ``heads`` of the keys are taken at a time, by the size of the queries."""
-    buffers = elements * (4 + 2 * bytes_of_each * (query_heads > heads))
+    buffers = elements * (4 + 2 * bytes_of_each if query_heads > heads else 4)
     return -(-heads // min(heads, max(1, -(-buffers // BUFFER_BYTES))))
