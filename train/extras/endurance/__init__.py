@@ -254,7 +254,7 @@ class Extra(extras.Extra):
 
     def _same_command(self) -> str:
         """The command that resumes this run: the one that started it, unless that one says where to start."""
-        needs_flag = self._config.output.resume != "auto" and self._has_begun and self._newest_step() > 0
+        needs_flag = self._has_begun and self._newest_step() > 0 and self._config.output.resume != "auto"
         return "the same command with --resume auto" if needs_flag else "the same command"
 
     def _newest_step(self) -> int:
