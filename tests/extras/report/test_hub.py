@@ -111,7 +111,7 @@ def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == 2
-    assert "error: push_to_hub: no token for the Hub is here. Run 'hf auth login', or set" in capsys.readouterr().err
+    assert "error: push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
     parse([*words, "--push_to_hub", "--hub_model_id", "me/small"])  # which a plan does, too: it uploads nothing
     (tmp_path / "token").write_text("hf_kept_by_login")

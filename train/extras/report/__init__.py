@@ -59,7 +59,7 @@ class Extra(extras.Extra):
         from huggingface_hub import get_token
 
         if run.config.of(Options).push_to_hub and not exchange(get_token() is not None)[0]:  # the first rank's uploads
-            raise UsageError("push_to_hub: no token for the Hub is here. Run 'hf auth login', or set HF_TOKEN.")
+            raise UsageError("push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set HF_TOKEN.")
 
     def before_training(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
@@ -159,7 +159,7 @@ def _push(run: Run, name: str, is_private: bool) -> None:
             raise PermissionError("it is public, in spite of hub_private_repo: make it private, or name another")
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
-        remedy = "With a connection, and after 'hf auth login', the same command uploads it"
+        remedy = "Once that is mended ('hf auth login', a connection), the same command uploads it"
         why = f"{type(error).__name__}: {one_line(error, 200).rstrip('.')}"
         raise UserError(f"push_to_hub: {name}: {why}. The model is in {folder}. {remedy}.") from None
     run.outputs.say(f"uploaded: {made}")
