@@ -50,8 +50,8 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
-EVERY = 1 if os.environ.get("KILLS") == "all" else 8
-"""KILLS=all kills before each change to the disk, not one of eight (of a save: of four), and two ranks at each step."""
+EVERY = 1 if os.environ.get("KILLS") == "all" else 16
+"""KILLS=all kills before each change to the disk, not one of 16 (of a save: of eight), and at each step, not half."""
 
 MOST = [variant for variant in VARIANTS if EVERY == 1 or variant != "2 ranks, 2 workers"]
 
@@ -133,7 +133,7 @@ def assert_died(ended: list[Ended], victim: int) -> None:
 @pytest.mark.parametrize("place", Places)
 def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], variant: str, place: str) -> None:
     its = runs(variant)
-    first, every = (0, 1) if EVERY == 1 or its.ranks == 1 else (Places.index(place) % 2, 2)
+    first, every = (0, 1) if EVERY == 1 else (Places.index(place) % 2, 2)
     for step in range(first, its.steps, every):
         name, victim = f"{place}-{step}", step // every % its.ranks
         assert_died(its.run(name, on_rank(victim, at_step(step, place))), victim)
@@ -224,7 +224,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
         first, last = (  # none under DDP for the other rank: the first writes everything
             next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, min(4, EVERY) * (3 if variant == SHARDED else 1)):
+        for number in range(first, last, min(8, EVERY) * (2 if variant == SHARDED else 1)):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))
@@ -266,7 +266,9 @@ def hidden(output: Path) -> set[str]:
     return {path.name for path in output.rglob(".*")}
 
 
-WHOLE_RUNS = [*(("1 rank", 1 + n, 4 * EVERY) for n in range(4)), ("2 ranks", 1, 5 * EVERY), (SHARDED, 1, 5 * EVERY)]
+PARTS = 4 if EVERY == 1 else 1  # of a test that would take longer than a test may
+WHOLE_RUNS = [("1 rank", 1 + n, PARTS * EVERY) for n in range(PARTS)]
+WHOLE_RUNS += [(variant, 1, max(5, 3 * EVERY)) for variant in ("2 ranks", SHARDED)]
 """Variants, and the changes at which a run is killed: the first, and how many lie between two."""
 
 

@@ -150,7 +150,7 @@ def test_file_says_eight_processes_for_each_host_and_how_to_start_it(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["ddp_multi_node", "fsdp2_multi_node"])
+@pytest.mark.parametrize("launcher", ["fsdp2_multi_node", *["ddp_multi_node"] * IS_WHOLE])
 def test_two_hosts_make_the_run_of_one_process(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str
 ) -> None:
@@ -177,7 +177,7 @@ def test_two_hosts_make_the_run_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "lost"),
-    [("torchrun", 0), ("fsdp2_multi_node", 1), *([("torchrun", 1), ("ddp_multi_node", 0)] * IS_WHOLE)],
+    [("torchrun", 0), *([("fsdp2_multi_node", 1), ("torchrun", 1), ("ddp_multi_node", 0)] * IS_WHOLE)],
 )
 def test_lost_host_is_named_and_both_started_again_resume_exactly(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str, lost: int
