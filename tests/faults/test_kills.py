@@ -224,7 +224,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
         first, last = (  # none under DDP for the other rank: the first writes everything
             next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, min(8, EVERY) * (2 if variant == SHARDED else 1)):
+        for number in range(first, last, max(3, EVERY) if variant == SHARDED else min(8, EVERY)):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))
@@ -266,7 +266,7 @@ def hidden(output: Path) -> set[str]:
     return {path.name for path in output.rglob(".*")}
 
 
-PARTS = 4 if EVERY == 1 else 1  # of a test that would take longer than a test may
+PARTS = 4 if EVERY == 1 else 1  # tests that share these kills: one test may take ten minutes
 WHOLE_RUNS = [("1 rank", 1 + n, PARTS * EVERY) for n in range(PARTS)]
 WHOLE_RUNS += [(variant, 1, max(5, 3 * EVERY)) for variant in ("2 ranks", SHARDED)]
 """Variants, and the changes at which a run is killed: the first, and how many lie between two."""

@@ -248,7 +248,7 @@ def _flash_backward(query: Tensor, key: Tensor, documents: int = 0, divides: boo
     if key_heads != heads:
         buffers += [per_key * some] * 2
     if at_once < key_heads:
-        buffers += [per_query * some] * (1 + copies) + [per_key * at_once] * 2
+        buffers += [per_query * some] * (1 + copies) + [per_key * at_once] * 2  # below, the sums of rows
         buffers += [query.numel() // heads // head_size * some * 4] if query.ndim == 4 and len(query) > 1 else []
     return buffers
 

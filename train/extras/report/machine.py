@@ -16,9 +16,9 @@ from train.figures import count, gib
 
 def hardware(device_type: str = "cuda") -> dict[str, Any]:
     """The machine, without its name, its users, or cards that a run on another type of device left alone."""
-    import torch
+    from torch import cuda
 
-    properties, num_gpus = torch.cuda.get_device_properties, torch.cuda.device_count() if device_type == "cuda" else 0
+    gpus = [cuda.get_device_properties(n) for n in range(cuda.device_count())] if device_type == "cuda" else []
     cpus = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
     return {
@@ -26,7 +26,7 @@ def hardware(device_type: str = "cuda") -> dict[str, Any]:
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cpu_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in map(properties, range(num_gpus))],
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
 
 
