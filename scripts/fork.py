@@ -82,13 +82,12 @@ class Fork:
             if is_recipe and needed:
                 left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(sorted(needed))}: left out")
             else:
-                self._copy(path, without_keys=is_recipe)
+                self._copy(path, text if is_recipe else None)
         starts = (self.target / "recipes" / "quickstart.yaml").exists()
         for name in TABLES["scripts"] if starts else TABLES["scripts"][:-1]:
             self._copy(ROOT / "scripts" / name)
         for path, text in self._tests().items():
-            self._copy(path)
-            (self.target / path.relative_to(ROOT)).write_text(self._without_keys(text), encoding="utf-8")
+            self._copy(path, text)
         if find_spec("ruff"):  # where single tests are gone, lines are not as it would have them
             for words in (["check", "-q", "--fix", "--select", "I,F401,F811"], ["format", "-q"]):
                 subprocess.run([sys.executable, "-m", "ruff", *words, "--no-cache", self.target / "tests"], check=False)
@@ -117,17 +116,14 @@ class Fork:
         found = [p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
         return [p for p in found if not any(p.is_relative_to(ROOT / folder / part) for part in self.gone.values())]
 
-    def _copy(self, path: Path, without_keys: bool = False) -> None:
-        """Copies a file to where it is in the template; ``without_keys`` of YAML that set options which are gone."""
+    def _copy(self, path: Path, text: str | None = None) -> None:
+        """Copies a file to where it is in the template, or ``text`` for it, less keys of options that are gone."""
         to = self.target / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         Path(shutil.copy2(path, to)).chmod(path.stat().st_mode | 0o200)  # the template may only be readable
-        if without_keys:
-            to.write_text(self._without_keys(to.read_text(encoding="utf-8")), encoding="utf-8")
-
-    def _without_keys(self, text: str) -> str:
-        keys = "|".join(self.options) or "(?!)"
-        return re.sub(rf"^({keys}):.*\n([ \t]+.*\n)*", "", text, flags=re.MULTILINE)
+        if text is not None:
+            keys = "|".join(self.options) or "(?!)"
+            to.write_text(re.sub(rf"^({keys}):.*\n([ \t]+.*\n)*", "", text, flags=re.MULTILINE), encoding="utf-8")
 
     def _tests(self) -> dict[Path, str]:
         """The files of tests that need nothing that is gone, with their text: some lose single tests."""

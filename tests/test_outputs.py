@@ -10,7 +10,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,53 @@ def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:
     assert {"checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", PROJECT} <= {
         path.name for path in (run / "previous-1").iterdir()
     }
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A folder of another file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("one file system alone")
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_checkpoints_that_are_kept_on_another_file_system_move_aside_there(
+    tmp_path: Path, elsewhere: Path, resume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is a link, as to a disk for scratch, or a volume of a container."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(elsewhere)
+    flags = ("--save_every_steps", "1", "--save_total_limit", "9", "--resume", resume)
+    assert train(tmp_path, *flags) == EXIT_DONE
+    log = (run / "metrics.jsonl").read_text()
+    (elsewhere / "step-00000004" / "state.json").write_text("damaged")
+    (run / "summary.json").unlink()
+    capsys.readouterr()
+    assert train(tmp_path, *flags) == EXIT_DONE
+    moved = {f"previous-1-step-{step:08d}" for step in ([4] if resume == "auto" else [1, 2, 3, 4])}
+    assert {path.name for path in elsewhere.iterdir()} == moved | {f"step-{step:08d}" for step in (1, 2, 3, 4)}
+    assert (run / "checkpoints").is_symlink() and (run / "metrics.jsonl").read_text().count("\n") == log.count("\n")
+    name = "step-00000004"
+    said = f"{run / 'checkpoints' / name} is on another file system: there it is now previous-1-{name}"
+    assert said in capsys.readouterr().out
+    assert (elsewhere / f"previous-1-{name}" / "state.json").read_text() == "damaged"
+    shutil.rmtree(run / "previous-1")
+    assert train(tmp_path, *flags[:-1], "never") == EXIT_DONE  # no second one of the same number
+    assert (elsewhere / f"previous-2-{name}").is_dir() and (elsewhere / f"previous-1-{name}").is_dir()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_noticed_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "purged")
+    assert train(tmp_path) == EXIT_ERROR
+    assert f"error: {run / 'checkpoints'}: cannot be written: File exists" in capsys.readouterr().err
+    assert not (run / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["final/notes.txt", "config.yaml", "report.html"])

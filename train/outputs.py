@@ -48,8 +48,8 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder, so that one that cannot be made is noticed early; by one rank."""
-        with figures.writable(self.folder / "config.yaml"):
+        """Makes the folders, so that one that cannot be made is noticed early; by one rank."""
+        with figures.writable(self.checkpoints / "step"):
             pass
 
     def resume(self, run: Run, state: TrainingState) -> Progress:

@@ -23,12 +23,12 @@ import yaml
 from train.launch import Launch
 from train.records import UsageError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an extra names the types of its hooks by this module: extras.Task
     import numpy as np
     import torch
     from accelerate import Accelerator
     from datasets import Dataset
-    from torch import nn
+    from torch.nn import Module
 
     from train.batching import Batches
     from train.config import Config
@@ -103,10 +103,10 @@ class Extra:
     def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
         """Checks the final configuration (None for a function's model); raises UserError if it cannot fit."""
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+    def check_model(self, run: Run, network: Module, task: type[Task], sizes: tuple[int, int]) -> None:
         """The new network is built; raises UserError where it cannot learn the task. ``sizes``: tokens, labels."""
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run: Run, network: Module, task: type[Task]) -> None:
         """Changes the new network in place."""
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
@@ -115,7 +115,7 @@ class Extra:
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         """A way to save memory that can be switched on during a run: (description, function that does so)."""
 
-    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
+    def state(self, model: Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
         """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
 
     # Seam 3: the step

@@ -9,17 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.memory.predict import Predictor
 from train.records import Parts, Run, UsageError
-
-if TYPE_CHECKING:
-    from train.batching import Batches
-    from train.data import PreparedData
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 _MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
@@ -53,13 +49,13 @@ class Extra(extras.Extra):
                 self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
 
-    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
+    def change_config(self, run: Run, config: Config, data: extras.PreparedData) -> Config:
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data, self._predictor)
         return self._session.settle(config)
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+    def prepared(self, run: Run, data: extras.PreparedData, batches: extras.Batches) -> None:
         self._session.ask()
 
     def ready(self, run: Run, parts: Parts) -> None:

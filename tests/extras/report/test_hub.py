@@ -20,12 +20,14 @@ from train.records import UsageError
 class Hub:
     """In place of ``huggingface_hub.HfApi``."""
 
-    is_reachable, is_private = False, True
+    is_reachable, is_private, status = False, True, 200
     asked: list[tuple[Any, ...]]
 
     def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> Any:
         if not self.is_reachable:
             raise ConnectionError("no route to the Hub")
+        if self.status != 200:
+            raise RefusalError(self.status)
         self.asked.append((name, private, exist_ok))
         return RepoUrl(f"https://huggingface.co/{name if '/' in name else f'me/{name}'}")
 
@@ -34,6 +36,14 @@ class Hub:
 
     def upload_folder(self, repo_id: str, folder_path: Path) -> None:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+class RefusalError(Exception):
+    """As ``huggingface_hub.errors.HfHubHTTPError``, whose bases differ between versions."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} Client Error:\nInvalid username or password.")
+        self.response = SimpleNamespace(status_code=status)
 
 
 @pytest.fixture(autouse=True)
@@ -49,21 +59,24 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "someone/small", "--hub_private_repo"]
     assert main(words) == 1
-    said = capsys.readouterr().err
-    assert "push_to_hub: someone/small: ConnectionError: no route to the Hub. The model is in" in said
+    said = capsys.readouterr()
+    why = "push_to_hub: someone/small: ConnectionError: no route to the Hub. "
+    why += "Check the name, the token ('hf auth login') and the connection. "
+    assert f"{why}The run tries again when it is done." in said.out  # said before training, which may take days
+    assert f"{why}The model is in" in said.err
     assert (tmp_path / "run" / "final" / "README.md").is_file()
 
     monkeypatch.setattr(Hub, "is_reachable", True)
     assert main(words) == 0
-    created, (name, files) = Hub.asked
-    assert created == ("someone/small", True, True)
+    *created, (name, files) = Hub.asked
+    assert created == [("someone/small", True, True)] * 2  # before training and after
     assert name == "someone/small"
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["pushed_to"] == "someone/small"
 
     assert main(words) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert len(Hub.asked) == 2
+    assert len(Hub.asked) == 4  # nothing was uploaded again
 
 
 def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
@@ -73,8 +86,8 @@ def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "small"]) == 0
     assert "uploaded: https://huggingface.co/me/small\n" in capsys.readouterr().out
-    created, (name, _) = Hub.asked
-    assert created == ("small", None, True) and name == "me/small"  # private or not: as the organisation has it
+    *created, (name, _) = Hub.asked
+    assert created == [("small", None, True)] * 2 and name == "me/small"  # private or not: as the organisation has it
 
 
 def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
@@ -85,11 +98,11 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
     monkeypatch.setattr(Hub, "is_private", False)
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     words += ["--push_to_hub", "--hub_model_id", "me/small"]
-    assert main([*words, "--hub_private_repo"]) == 1
+    assert main([*words, "--hub_private_repo"]) == 2
     assert "it is public, in spite of hub_private_repo: make it private, or name another" in capsys.readouterr().err
-    assert len(Hub.asked) == 1  # it was made, or found; nothing was sent
+    assert len(Hub.asked) == 1 and not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained or sent
     assert main(words) == 0
-    assert len(Hub.asked) == 3
+    assert len(Hub.asked) == 4
 
 
 def test_a_model_whose_upload_failed_is_not_taken_for_an_edited_one(
@@ -101,7 +114,21 @@ def test_a_model_whose_upload_failed_is_not_taken_for_an_edited_one(
     assert [main([*words, *push]), main([*words, *push])] == [1, 1]
     monkeypatch.setattr(Hub, "is_reachable", True)
     assert main([*words, *push]) == 0
-    assert not (tmp_path / "run" / "previous-1").exists() and len(Hub.asked) == 2
+    assert not (tmp_path / "run" / "previous-1").exists() and len(Hub.asked) == 3
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 2), (403, 2), (404, 2), (429, 1), (503, 1)])
+def test_what_the_hub_refuses_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, code: int
+) -> None:
+    """A wrong token or name; a Hub that is busy or down may be back when the run is done."""
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    monkeypatch.setattr(Hub, "status", status)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == code
+    said = f"error: push_to_hub: me/small: RefusalError: {status} Client Error: Invalid username or password. "
+    assert f"{said}Check the name, the token ('hf auth login')" in capsys.readouterr().err
+    assert (tmp_path / "run" / "final").exists() == (code == 1)
 
 
 def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(

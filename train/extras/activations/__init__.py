@@ -6,18 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import Run, UsageError, UserError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.model import ModelWithLoss
-    from train.tasks import Task
 
 of_layers = partial(option, needs="gradient_checkpointing")
 
@@ -56,7 +50,7 @@ class Extra(extras.Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.mp_size > 1), untried),
         )
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run: Run, network: extras.Module, task: type[extras.Task]) -> None:
         from train.extras.activations import recompute, tiling
 
         own = run.config.of(Options)
@@ -69,7 +63,7 @@ class Extra(extras.Extra):
         if own.compile and not run.is_planned:
             recompute.compile_layers(network)
 
-    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
+    def memory_measure(self, run: Run, model: extras.ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
         if own.gradient_checkpointing == "full" and own.gradient_checkpointing_every_n_layers == 1:
             return None

@@ -6,19 +6,12 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import Run, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.data import PreparedData
-    from train.state import TrainingState
-    from train.tasks import Task
 
 NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
 of_lora = functools.partial(option, needs="adapter")
@@ -54,7 +47,7 @@ class Extra(extras.Extra):
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(f"adapter: {own.adapter} does not work with {launch}: use {files}, or adapter: none.")
 
-    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+    def identity(self, run: Run, data: extras.PreparedData) -> dict[str, Any]:
         own = vars(run.config.of(Options))
         return dict(own) if own["adapter"] != "none" else {}
 
@@ -66,13 +59,15 @@ class Extra(extras.Extra):
 
         return {"quantization_config": quantization(run, model_config)}
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run: Run, network: extras.Module, task: type[extras.Task]) -> None:
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
             add_adapter(network, run, task.auto_class)
 
-    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
+    def state(
+        self, model: extras.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> extras.TrainingState | None:
         if "adapter" not in identity:  # a function's model that has adapters of its own is saved as peft does
             return None
         from train.extras.adapters.lora import AdapterState

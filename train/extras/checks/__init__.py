@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import Config, option, to_values
@@ -18,13 +18,6 @@ from train.extras.checks import settings
 from train.figures import read_metrics
 from train.launch import Launch
 from train.records import Corpus, Parts, Progress, Run, UserError, arithmetic_of, exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.batching import Batches
-    from train.data import PreparedData
-    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -51,12 +44,12 @@ class Extra(extras.Extra):
             what = f"the launcher started {run.launch.world_size} processes, but this one knows of {known}"
             raise UserError(f"{what}: they would all train the same. See accelerate_configs/ for files that work.")
 
-    def change_corpus(self, task: Task, corpus: Corpus) -> Corpus:
+    def change_corpus(self, task: extras.Task, corpus: Corpus) -> Corpus:
         from train.extras.checks.documents import with_known_labels
 
         return with_known_labels(corpus, task) if task.labelled else corpus
 
-    def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
+    def check_model_config(self, run: Run, model_config: Any, task: type[extras.Task], tokenizer: Any) -> None:
         import transformers
 
         from train.extras.checks import fit
@@ -72,7 +65,7 @@ class Extra(extras.Extra):
                 raise UserError(f"model: {what}: give another model or task.")
             fit.check_sizes(model_config, num_ids(tokenizer), run.config.data.max_length)
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+    def check_model(self, run: Run, network: extras.Module, task: type[extras.Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit
 
         fit.check_network(run, network, sizes)
@@ -80,7 +73,7 @@ class Extra(extras.Extra):
             # Real numbers next to a plan's fake ones have damaged the heap (torch 2.13).
             fit.try_small_copy(run, network, task, (*sizes, self._pad_id))
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+    def prepared(self, run: Run, data: extras.PreparedData, batches: extras.Batches) -> None:
         from train.extras.cache import examples_digest
         from train.extras.checks.documents import describe
 
@@ -123,7 +116,7 @@ class Extra(extras.Extra):
                 run.outputs.note(f"learning rate: {jump}")
         return progress
 
-    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+    def identity(self, run: Run, data: extras.PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows; extras add theirs."""
         from train.extras.cache import code_digest, tokenizer_digest
 

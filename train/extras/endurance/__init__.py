@@ -23,19 +23,12 @@ from train.extras.endurance.lock import lock, refuse_separate, relock
 from train.extras.endurance.signals import Signals, deliver, outlive_readers
 from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
-from train.records import Progress, Run, StopAtOnce, UserError, exchange
+from train.records import MicroBatch, Parts, Progress, Run, StepOutcome, StopAtOnce, UserError, exchange
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
-    from train.outputs import Outputs
-    from train.records import MicroBatch, Parts, StepOutcome
-    from train.state import TrainingState
-    from train.step import Engine
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
@@ -105,7 +98,7 @@ class Extra(extras.Extra):
             if self._watch and self._is_trained:
                 self._watch.wait_for_first()
 
-    def outputs(self, config: Config, accelerator: Accelerator) -> Outputs:
+    def outputs(self, config: Config, accelerator: extras.Accelerator) -> extras.Outputs:
         from train.extras.endurance.outputs import DurableOutputs
 
         return DurableOutputs(config, accelerator)
@@ -129,12 +122,12 @@ class Extra(extras.Extra):
                 raise StopAtOnce from None
             raise UserError("") from None  # a launcher ends the other ranks because one has failed, which is told
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run: Run, data: extras.PreparedData) -> extras.PreparedData:
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
         return replace(data, loading=replace(data.loading, deliver=partial(deliver, said_by(run, run.outputs.note))))
 
-    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+    def wrap_step(self, run: Run, engine: extras.Engine) -> extras.Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
             return engine
         from accelerate.utils import DynamoBackend
@@ -194,7 +187,7 @@ class Extra(extras.Extra):
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate."
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
-    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
+    def save(self, run: Run, state: extras.TrainingState, progress: Progress, wait: bool) -> bool:
         run.outputs.from_main(lambda: setattr(self, "_lock", relock(self._lock, run.outputs.folder)))
         self._saving.save(run, state, progress, wait)
         return True
@@ -205,7 +198,7 @@ class Extra(extras.Extra):
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
-    def diverged(self, run: Run, state: TrainingState, error: UserError) -> Progress | None:
+    def diverged(self, run: Run, state: extras.TrainingState, error: UserError) -> Progress | None:
         from train.extras.endurance.checkpoints import go_back
 
         if not isinstance(error, DivergenceError) or error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
@@ -213,7 +206,7 @@ class Extra(extras.Extra):
         self._saving.finish(run)
         return go_back(run, state, error)
 
-    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
+    def finishing(self, run: Run, state: extras.TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
         # In fp16 the first scales overflow; and steps that a rollback has undone are counted, too.

@@ -1,6 +1,8 @@
 """Files of a run that outlive a full disk, damage, and runs that start from scratch in the same folder."""
 
+import errno
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -16,7 +18,7 @@ from train.records import Progress, UserError
 from train.state import TrainingState
 
 # What a run leaves in its folder, in which a person may keep other things.
-MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
+MADE = ("checkpoints/step-*", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
 MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapshot-*.pickle")
 
 
@@ -48,12 +50,19 @@ class DurableOutputs(Outputs):
 
     def _move_aside(self, paths: Sequence[Path], whose: str) -> None:
         """Moves files of this folder to ``previous-N``, with their places in it, and says so."""
-        number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
+        earlier = [p.name for folder in (self.folder, self.checkpoints) for p in folder.glob("previous-*")]
+        number = 1 + max((int(found[1]) for name in earlier if (found := re.match(r"previous-(\d+)", name))), default=0)
         aside = self.folder / f"previous-{number}"
         for path in paths:
             to = aside / path.relative_to(self.folder)
             figures.make_folder(to.parent)
-            path.rename(to)
+            try:
+                path.rename(to)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                path.rename(to := path.with_name(f"{aside.name}-{path.name}"))  # it may not fit into this one
+                self.say(f"{path} is on another file system: there it is now {to.name}")
             figures.sync(to.parent)
         if paths:
             self.say(f"{whose} files were moved to {aside}")

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import Parts, Run, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.data import PreparedData
-    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -53,14 +47,14 @@ class Extra(extras.Extra):
             if load_task(config.data.task).labelled:
                 raise UsageError(f"packing: {config.data.task} has one label a row: leave it out, or use another task.")
 
-    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+    def identity(self, run: Run, data: extras.PreparedData) -> dict[str, Any]:
         own = run.config.of(Options)
         rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
         factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {run.config.data.max_length}")
         scaled = {"rope_scaling": rope_scaling, "rope_scaling_factor": factor}
         return {"packing": own.packing, **scaled, "sliding_window": own.sliding_window}
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run: Run, data: extras.PreparedData) -> extras.PreparedData:
         own = run.config.of(Options)
         if own.max_tokens_per_micro_batch is not None:
             from train.extras.long_sequences.token_batches import TokenRounds
@@ -87,14 +81,14 @@ class Extra(extras.Extra):
                 slide(model_config, own.sliding_window)
         return {}
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+    def check_model(self, run: Run, network: extras.Module, task: type[extras.Task], sizes: tuple[int, int]) -> None:
         from train.extras.long_sequences import attention
 
         is_tried = hasattr(network, "_from_config") or run.config.get("check_model") is not False
         if run.config.of(Options).packing and not run.is_planned and is_tried:
             attention.check_documents(network, sizes[0])
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+    def change_model(self, run: Run, network: extras.Module, task: type[extras.Task]) -> None:
         from train.extras.long_sequences import attention, heads
 
         if run.accelerator.device.type == "cuda" and not run.is_planned:

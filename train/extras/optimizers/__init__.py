@@ -5,17 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import Run, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from train.step import Engine
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Extra(extras.Extra):
                 ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
             )
 
-    def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
+    def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: extras.torch.device) -> Any:
         from torch.optim import SGD, Adafactor
 
         from train.extras.optimizers import few_bits, offload
@@ -92,7 +87,7 @@ class Extra(extras.Extra):
             return offload.OffloadedAdamW(groups, **settings)
         return None
 
-    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+    def wrap_step(self, run: Run, engine: extras.Engine) -> extras.Engine:
         if not run.config.of(Options).optimizer_in_backward:
             return engine
         from train.extras.optimizers.in_backward import InBackward

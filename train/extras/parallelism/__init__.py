@@ -10,21 +10,12 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.records import MicroBatch, Parts, Progress, Run, UserError, exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from train.batching import Batches
-    from train.data import PreparedData
-    from train.model import ModelWithLoss
-    from train.state import TrainingState
-    from train.step import Engine
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    _batches: Batches | None = None
+    _batches: extras.Batches | None = None
 
     def __init__(self) -> None:
         self._order, self._used = 0, dict[int, None]()  # of all micro-batches, and of this one
@@ -65,10 +56,10 @@ class Extra(extras.Extra):
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+    def prepared(self, run: Run, data: extras.PreparedData, batches: extras.Batches) -> None:
         self._batches = batches
 
-    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
+    def change_loss(self, run: Run, model: extras.ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         scalar = next((name for name, p in model.model.named_parameters() if not p.ndim), None)
         if run.launch.engine == "fsdp2" and scalar is not None:
@@ -80,14 +71,16 @@ class Extra(extras.Extra):
 
             _expect_unused(run, model, longest_of(self._batches)[0])
 
-    def state(self, model: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> TrainingState | None:
+    def state(
+        self, model: extras.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> extras.TrainingState | None:
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
         from train.extras.parallelism.deepspeed_engine import DeepSpeedState
 
         return DeepSpeedState(model, optimizer, identity)
 
-    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+    def wrap_step(self, run: Run, engine: extras.Engine) -> extras.Engine:
         if (kind := _kind(run.launch)) is None:
             return engine
         divided = kind(engine.accelerator, engine.config, engine.mark)
@@ -109,7 +102,7 @@ class Extra(extras.Extra):
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     module.register_forward_pre_hook(functools.partial(self._use, number))
 
-    def _use(self, number: int, module: nn.Module, inputs: object) -> None:
+    def _use(self, number: int, module: extras.Module, inputs: object) -> None:
         if module.training:
             self._used[number] = None  # once: chunks of a sequence may use one as often as they like
 
@@ -131,13 +124,13 @@ class Extra(extras.Extra):
         return None
 
 
-def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
+def _expect_unused(run: Run, model: extras.ModelWithLoss, batch: MicroBatch) -> None:
     """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them."""
     from accelerate import DistributedDataParallelKwargs
 
     from train.extras.weightless import obstacle_on_trial
 
-    def unused(twin: ModelWithLoss) -> str | None:
+    def unused(twin: extras.ModelWithLoss) -> str | None:
         given = batch.to(next(twin.parameters()).device)
         fake = given.inputs["input_ids"].clone()  # without values, for which some models ask only a real one
         twin({**given.inputs, "input_ids": fake}, given.labels).backward()

@@ -7,17 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from train import extras
-from train.config import Config, option
+from train.config import Config, Data, option
 from train.launch import Launch
 from train.records import Corpus, Parts, Run, UsageError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from train.data import PreparedData
 
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
@@ -42,12 +37,9 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Source(Options):
+class Source(Options, Data):
     """What the readers are asked for, by the options above and those of the core, and what they note meanwhile."""
 
-    dataset: str = ""
-    dataset_options: dict[str, Any] | None = None
-    validation_fraction: float = 0.05
     labelled: bool = False
     notes: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
@@ -86,10 +78,9 @@ class Extra(extras.Extra):
                 raise UsageError(f"output_dir: it lies in the dataset {folder}: its files would be read as documents.")
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
-        core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
-        data = Source(**vars(config.of(Options)), **core, labelled=labelled)
         from train.extras.readers.corpus import load_corpus
 
+        data = Source(**vars(config.of(Options)), **vars(config.data), labelled=labelled)
         return load_corpus(data, config if _is_function(config) else None)
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
@@ -99,7 +90,9 @@ class Extra(extras.Extra):
 
         return tokenizer_for(spec, corpus)
 
-    def change_caching(self, run: Run, make: Callable[..., Any], documents: Dataset, *by: Any) -> Callable[[], Dataset]:
+    def change_caching(
+        self, run: Run, make: Callable[..., Any], documents: extras.Dataset, *by: Any
+    ) -> Callable[[], extras.Dataset]:
         from train.extras.cache import examples_cache, intact
 
         fingerprint, cache = examples_cache(documents, *by)
@@ -108,7 +101,7 @@ class Extra(extras.Extra):
             return make
         return partial(intact, cache, partial(make, cache_file_name=f"{cache}.arrow"))
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run: Run, data: extras.PreparedData) -> extras.PreparedData:
         from train.extras.readers.own_tokenizers import warnings_of_unknown
 
         run.outputs.note(*warnings_of_unknown(data.examples, data.tokenizer))

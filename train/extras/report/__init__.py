@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from train.config import Config, option, to_values
 from train.extras.device import SHORT
 from train.figures import read_metrics, without_secrets, write_whole
 from train.launch import Launch
-from train.records import Parts, Run, UsageError, UserError, exchange, one_line
+from train.records import Parts, Run, UsageError, UserError, one_line
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -56,10 +57,8 @@ class Extra(extras.Extra):
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
     def started(self, run: Run) -> None:
-        from huggingface_hub import get_token
-
-        if run.config.of(Options).push_to_hub and not exchange(get_token() is not None)[0]:  # the first rank's uploads
-            raise UsageError("push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set HF_TOKEN.")
+        if (own := run.config.of(Options)).push_to_hub:
+            run.outputs.note(run.outputs.from_main(partial(_ask_hub, own)))
 
     def before_training(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
@@ -101,7 +100,7 @@ class Extra(extras.Extra):
         if sample:
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
         if own.push_to_hub:  # last, because what is here already needs no network
-            _push(run, str(own.hub_model_id), own.hub_private_repo)
+            outputs.say(f"uploaded: {_on_hub(own, outputs.final)}")
 
 
 def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
@@ -149,17 +148,38 @@ def tracked(config: Config) -> dict[str, int | float | str]:
     return {k: v if isinstance(v, int | float) else without_secrets(str(v)) for k, v in shown.items() if v is not None}
 
 
-def _push(run: Run, name: str, is_private: bool) -> None:
+def _ask_hub(own: Options) -> str | None:
+    """Before training: makes the repository; UsageError if the Hub refuses, a text to note if it is out of reach."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise UsageError("push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set HF_TOKEN.")
+    try:
+        _on_hub(own)
+    except UsageError:
+        raise
+    except UserError as error:
+        return f"{error} The run tries again when it is done."
+    return None
+
+
+def _on_hub(own: Options, upload: Path | None = None) -> str:
+    """Makes the repository, if it is missing, and fills it; returns its address. UserError with what the Hub says."""
     from huggingface_hub import HfApi
 
-    api, folder = HfApi(), run.outputs.final
+    api, name, is_private = HfApi(), str(own.hub_model_id), own.hub_private_repo
     try:
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         if is_private and not api.repo_info(made.repo_id).private:
             raise PermissionError("it is public, in spite of hub_private_repo: make it private, or name another")
-        api.upload_folder(repo_id=made.repo_id, folder_path=folder)
+        if upload is not None:
+            api.upload_folder(repo_id=made.repo_id, folder_path=upload)
     except Exception as error:  # the library raises errors of several HTTP clients
-        remedy = "Once that is mended ('hf auth login', a connection), the same command uploads it"
-        why = f"{type(error).__name__}: {one_line(error, 200).rstrip('.')}"
-        raise UserError(f"push_to_hub: {name}: {why}. The model is in {folder}. {remedy}.") from None
-    run.outputs.say(f"uploaded: {made}")
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        is_refused = upload is None and (isinstance(error, PermissionError) or status in (400, 401, 403, 404))
+        why = f"push_to_hub: {name}: {type(error).__name__}: {one_line(error, 200).rstrip('.')}. "
+        why += "Check the name, the token ('hf auth login') and the connection."
+        if upload is not None:
+            why += f" The model is in {upload}; the same command uploads it."
+        raise (UsageError if is_refused else UserError)(why) from None
+    return str(made)

@@ -7,19 +7,12 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train import extras
 from train.config import option
 from train.figures import read_metrics
 from train.records import Evaluation, Parts, Progress, Run, UserError, one_line
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from train.batching import Batches
-    from train.data import PreparedData
-    from train.state import TrainingState
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
 with_eval = functools.partial(option, needs="eval_every_steps")
@@ -43,7 +36,7 @@ class Extra(extras.Extra):
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
     _ended: int | None = None  # of which step final/ is, where a finished run is only evaluated again
 
-    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+    def change_data(self, run: Run, data: extras.PreparedData) -> extras.PreparedData:
         """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
         names = run.config.of(Options).metrics
         if names and not (data.task.labelled and len(data.label_names) > 1):
@@ -51,7 +44,7 @@ class Extra(extras.Extra):
         self._further = [load_metric(name, len(data.label_names)) for name in names]
         return data
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+    def prepared(self, run: Run, data: extras.PreparedData, batches: extras.Batches) -> None:
         """Raises UserError for a metric that the task does not have, before training."""
         import numpy as np
 
@@ -82,7 +75,7 @@ class Extra(extras.Extra):
                 found = own | run.extras.merged("metrics", run, data, "validation", one)
             self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
-    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
+    def metrics(self, run: Run, data: extras.PreparedData, split: str, table: extras.np.ndarray) -> dict[str, Any]:
         """Those asked for by name; ``data``: which examples the others are of."""
         found: dict[str, Any] = {"data": self._digests[split]} if split in self._digests else {}
         for metric in self._further:
@@ -163,7 +156,7 @@ class Extra(extras.Extra):
         known = {r["step"]: r[name] for r in rows if r.get("data") == self._data and r.get(name) is not None}
         return sorted((step for step in known if step in there), key=lambda step: known[step], reverse=self._grows)
 
-    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
+    def finishing(self, run: Run, state: extras.TrainingState, progress: Progress) -> None:
         if self.ends_early(run, progress):
             number = progress.evaluations_without_improvement
             run.outputs.note(f"stopped early: the last {number} evaluations did not improve {self._metric}")
