@@ -140,6 +140,7 @@ def test_a_list_in_a_recipe_needs_no_brackets(base: Path, written: str) -> None:
         (["a", "b"], ("a", "b")),
         (["a"], ("a",)),
         (["none"], ()),
+        (["None"], ()),  # as elsewhere
         ([], ()),
         (["a,b", "c"], ("a,b", "c")),
     ],

@@ -288,7 +288,7 @@ def from_values(values: dict[str, Any]) -> Config:
         raise UsageError(extras.unknown("key", unknown, known))
     for name, value in values.items():
         if get_origin(known[name][0]) is tuple and isinstance(value, str):  # "a, b" or "none", as Trainer takes them
-            value = [] if value == "none" else [part.strip() for part in value.split(",")]
+            value = [] if value in ("none", "None", "null") else [part.strip() for part in value.split(",")]
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value

@@ -16,10 +16,9 @@ NOT_SUMMED = [0, 4, 5]  # columns of the rows that score gives: example, predict
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
     """Metrics of one pass over ``split``; StopAtOnce on all ranks if it ``may_stop`` and any was asked to stop."""
     data, started, rows = parts.data, time.perf_counter(), []
-    examples = data.examples[split]
     parts.model.eval()
     try:
-        for batch in data.evaluation_batches(run, examples):
+        for batch in data.evaluation_batches(run, data.examples[split]):
             if may_stop and parts.engine.total((0, 0, 0, bool(run.stop)))[3]:  # the stop requests of all ranks
                 raise StopAtOnce
             rows += score(run, parts, batch)
@@ -29,7 +28,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
         _, first = np.unique(everyone[:, 0], return_index=True)
         table = np.add.reduceat(everyone, first)
         table[:, NOT_SUMMED] = everyone[first][:, NOT_SUMMED]
-        metrics = {**data.task.metrics(table, examples, data.label_names), "examples": len(table)}
+        metrics = {**data.task.metrics(table, data.examples[split], data.label_names), "examples": len(table)}
         metrics |= run.extras.merged("metrics", run, data, split, table)  # which may generate, without dropout
         return Evaluation(split, step, metrics, time.perf_counter() - started)
     finally:

@@ -98,6 +98,8 @@ def build_network(
     if label_names and model_config is not None and fits:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
+        if task.loss_sum is Task.loss_sum and getattr(model_config, "problem_type", None):
+            model_config.problem_type = "single_label_classification"  # not what the model was trained for before
         if model_config.is_encoder_decoder and (end := task(run.config).special_tokens(tokenizer)[1]):
             model_config.eos_token_id = end[0]  # by which Bart's and T5's classifiers find the end of a text
     factory = getattr(transformers, task.auto_class)
@@ -121,6 +123,5 @@ def build_network(
 def set_use_cache(network: nn.Module, is_kept: bool) -> None:
     """Sets ``use_cache`` in every part: generation needs the cache of keys and values, an evaluation wastes memory."""
     for module in network.modules():  # the text model of a larger one has a configuration of its own
-        config = getattr(module, "config", None)
-        if isinstance(config, PretrainedConfig) and hasattr(config, "use_cache"):
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig) and hasattr(config, "use_cache"):
             config.use_cache = is_kept

@@ -363,7 +363,8 @@ class Training:
         from train.extras.meter.flops import count_flops
 
         accelerator = self.run.accelerator
-        peak = peak_flops_per_second(device_name(accelerator.device), precision_in_use(accelerator))
+        precision = precision_in_use(accelerator, self.run.config.architecture.dtype)
+        peak = peak_flops_per_second(device_name(accelerator.device), precision)
         per_second, counted = tokens / seconds_per_step, count_flops(self.network, length)
         flops = counted and counted.of(length) / length
         return {

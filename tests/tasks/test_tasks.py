@@ -388,6 +388,23 @@ def test_class_names_land_in_the_model(model_type: str) -> None:
     assert model(input_ids=torch.tensor([[END, 5, END]])).logits.shape == (1, 3)
 
 
+@pytest.mark.parametrize("before", ["multi_label_classification", "regression", None])
+def test_a_model_that_was_trained_for_something_else_is_a_classifier_now(tmp_path: Path, before: Any) -> None:
+    """Its configuration says how ``pipeline`` shows scores and which loss transformers computes."""
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**shape, num_attention_heads=2, vocab_size=259, problem_type=before)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    task = made("sequence_classification", max_length=16, model=str(tmp_path))
+    after: Any = build_model(run_for(task.config), type(task), BYTES, ("ham", "spam")).model.config
+    assert after.problem_type == (before and "single_label_classification")
+
+    class OfManyLabels(type(task)):
+        loss_sum = staticmethod(lambda logits, labels: logits.sum())
+
+    own: Any = build_model(run_for(task.config), OfManyLabels, BYTES, ("ham", "spam")).model.config
+    assert own.problem_type == before
+
+
 @pytest.mark.parametrize(("labels", "names"), [(("ham", "spam"), ("spam", "ham")), (("ham", "eggs"), ("eggs", "ham"))])
 def test_a_classifier_keeps_the_numbers_of_its_classes(tmp_path: Path, labels: Any, names: Any) -> None:
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

@@ -17,12 +17,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-def precision_in_use(accelerator: Any) -> str:
-    """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
+def precision_in_use(accelerator: Any, dtype: str) -> str:
+    """fp16 or bf16, by autocast or the ``dtype`` of weights; else tf32 or no, as fp32 matrices are multiplied."""
     import torch
 
-    is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
-    return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    if accelerator.mixed_precision != "no" or dtype != "float32":
+        return accelerator.mixed_precision if accelerator.mixed_precision != "no" else SHORT[dtype]
+    return "tf32" if accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high" else "no"
 
 
 def flash_lacks_backward(capability: tuple[int, int], head_size: int, dropout: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,16 +142,29 @@ def test_a_container_has_the_cores_of_its_quota(
 def test_tf32_is_switched_on_and_off_on_a_card() -> None:
     device, accelerator = torch.device("cuda"), Accelerator()
     set_up_device(device, Launch(), Config().changed(tf32=False))
-    assert precision_in_use(accelerator) == "no"
+    assert precision_in_use(accelerator, "float32") == "no"
     assert torch.get_float32_matmul_precision() == "highest"
     expected = "tf32" if torch.cuda.get_device_capability() >= (8, 0) else "no"
     set_up_device(device, Launch(), Config().changed(tf32=True))
-    assert precision_in_use(accelerator) == expected
+    assert precision_in_use(accelerator, "float32") == expected
     assert (torch.get_float32_matmul_precision() == "high") == (expected == "tf32")
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype", "expected"),
+    [("no", "float32", "tf32"), ("no", "bfloat16", "bf16"), ("no", "float16", "fp16"), ("fp16", "bfloat16", "fp16")],
+)
+def test_weights_in_halves_are_multiplied_as_such(
+    mixed_precision: str, dtype: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``--dtype bfloat16`` mixed precision stays off, and MFU is of the card's rate in bf16."""
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    on_card = SimpleNamespace(device=torch.device("cuda"), mixed_precision=mixed_precision)
+    assert precision_in_use(on_card, dtype) == expected
 
 
 def test_tf32_changes_nothing_on_a_cpu() -> None:
     before = torch.get_float32_matmul_precision()
     set_up_device(torch.device("cpu"), Launch(), Config().changed(tf32=True, cpu_threads=torch.get_num_threads()))
-    assert precision_in_use(Accelerator(cpu=True)) == "no"
+    assert precision_in_use(Accelerator(cpu=True), "float32") == "no"
     assert torch.get_float32_matmul_precision() == before

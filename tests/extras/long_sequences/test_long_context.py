@@ -147,6 +147,8 @@ def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
             {"rope_scaling": "yarn"},
             r"llama already scales its own \(linear\)",
         ),
+        # else final/ could not be written, which checks them
+        ({**LLAMA, "model_type": "phi3"}, 256, {"rope_scaling": "yarn"}, "yarn: phi3 does not take it: .*longrope"),
         (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama sees all positions"),
         (
             {**LLAMA, "model_type": "minimax", "num_local_experts": 2, "head_dim": 8},

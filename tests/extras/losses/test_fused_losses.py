@@ -107,6 +107,20 @@ def test_cce_is_asked_for_exact_sums_and_its_loss_summed_in_fp32(
     assert package.calls == [{"dtypes": halves, "impl": "cce_kahan_full_c", "bias": with_bias}]
 
 
+@pytest.mark.parametrize(("sum_of", "package"), [(cce_sum, "cut_cross_entropy"), (liger_sum, "liger_kernel")])
+def test_a_micro_batch_without_targets_reaches_a_kernel_with_its_rows(
+    sum_of: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liger divides by their number: some ranks get such a batch in the last step of an epoch, to stay in step."""
+    pretend(monkeypatch, package, CutCrossEntropy() if sum_of is cce_sum else Liger())
+    given, rows = list[int](), fused.rows_to_compute
+    monkeypatch.setattr(fused, "rows_to_compute", lambda *args: given.append(len((kept := rows(*args))[0])) or kept)
+    (hidden, weight, bias), labels = head_example(False, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        sum_of(hidden, weight, bias, torch.full_like(labels, IGNORE), num_targets=0)
+    assert given == [labels.numel()]
+
+
 @pytest.mark.parametrize("objective", [PLAIN, *OBJECTIVES], ids=str)
 def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
     package = Liger()

@@ -212,6 +212,20 @@ def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[st
     assert long - short == pytest.approx(12 * 32 * (full * more[0] + (4 - full) * more[1]))
 
 
+def test_windows_of_a_text_model_inside_another_count() -> None:
+    """As of ``google/gemma-3-4b``, whose configuration has one for text and one for images."""
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 128}
+    shape |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    alone = transformers.AutoConfig.for_model("gemma3_text", **shape)
+    inside = transformers.AutoConfig.for_model("gemma3", text_config={"model_type": "gemma3_text", **shape})
+    with torch.device("meta"):
+        models = [transformers.AutoModelForCausalLM.from_config(config) for config in (alone, inside)]
+    counts = [count_flops(model, 4096, is_causal=True) for model in models]
+    assert counts[0] is not None and counts[1] is not None
+    assert counts[1].of(4096) == pytest.approx(counts[0].of(4096), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("kinds", "layers"),
     [
@@ -472,7 +486,6 @@ def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="no")
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
     monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
-    monkeypatch.setattr("train.extras.device.precision_in_use", lambda accelerator: "no")
     extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
     extra.change_model(run, _llama(), load_task("causal_lm"))
 

@@ -312,6 +312,38 @@ def test_two_page_locked_buffers_of_the_largest_weight_serve_every_step(
     assert_same(found.weights, plain.weights)
 
 
+def test_a_weight_that_is_laid_out_otherwise_gets_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a card's buffers, which are laid out row by row."""
+    monkeypatch.setattr(offload, "StreamTransfers", lambda device: AtOnce())
+    found, start, gradient = [], torch.randn(3, 4).t(), torch.randn(4, 3)
+    for offloads in (False, True):
+        weight = nn.Parameter(start.clone(memory_format=torch.preserve_format))
+        assert weight.stride() == (1, 4)
+        config = settings(learning_rate=0.1, optimizer_offload=offloads)
+        optimizer = build_optimizer(nn.ParameterList([weight]), config, DEVICE)
+        if offloads:
+            optimizer._link = Link(torch.device("cuda"), weight.nbytes)  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in range(3):
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_adafactor_moves_weights_in_bf16_as_far_as_in_fp32() -> None:
+    moved, start, gradient = [], torch.randn(256, 256) / 16, torch.randn(256, 256)
+    for dtype in ("float32", "bfloat16"):
+        network = nn.Linear(256, 256, bias=False, dtype=getattr(torch, dtype))
+        network.weight.data.copy_(start)
+        before = network.weight.detach().float().clone()
+        optimizer = build_optimizer(network, settings(optimizer="adafactor", learning_rate=0.01, dtype=dtype), DEVICE)
+        for _ in range(20):
+            network.weight.grad = (gradient / gradient.norm() / 4).to(network.weight.dtype)
+            optimizer.step()
+        moved.append((network.weight.detach().float() - before).square().mean().sqrt().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.1)
+
+
 # ---- in backward -----------------------------------------------------------------------------------------------------
 
 

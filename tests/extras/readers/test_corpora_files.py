@@ -901,6 +901,24 @@ def test_a_hidden_test_split_is_left_out(tmp_path: Path) -> None:
     assert corpus.notes[0].startswith("left out the test split:")
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("skip", [{}, {"on_bad_record": "skip"}])
+def test_files_of_a_test_split_without_labels_are_left_out(tmp_path: Path, rows: int, skip: dict[str, str]) -> None:
+    """As competitions give them. One bad row among good ones is an error as elsewhere."""
+    (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\nc,0\nd,1\n")
+    (tmp_path / "test.csv").write_text("text\n" + "e\n" * rows)
+    corpus = load(tmp_path, labelled=True, **skip)
+    assert set(corpus.splits) == {"train", "validation"}
+    assert corpus.notes[0].startswith("left out the test split: ") and "test.csv" in corpus.notes[0]
+    assert "no column 'label'" in corpus.notes[0]
+    (tmp_path / "test.csv").write_text("text,label\ne,0\nf,\n")
+    if not skip:
+        assert "test.csv:3: 'label' must be text or a number" in message(tmp_path, labelled=True)
+    (tmp_path / "test.csv").unlink()
+    (tmp_path / "val.csv").write_text("text\n" + "e\n" * rows)
+    assert "no column 'label'" in message(tmp_path, labelled=True, **skip)  # of others that is an error
+
+
 def test_a_damaged_saved_dataset(tmp_path: Path) -> None:
     saved(x=[{"text": "t"}])["x"].save_to_disk(tmp_path / "s")
     (tmp_path / "s" / "state.json").write_text("{")

@@ -75,6 +75,27 @@ def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
     assert found.classes == ("ham", "spam")
 
 
+def test_the_order_of_classes_is_that_of_the_split_to_train_on(tmp_path: Path) -> None:
+    features = "Features({'text': Value('string'), 'label': ClassLabel(names=NAMES)})"
+    split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': [1, 0]}}, features={features})"
+    first, second = (split.replace("NAMES", names) for names in ("['neg', 'pos']", "['pos', 'neg']"))
+    found = returned(tmp_path, f"{{'validation': {first}, 'train': {second}}}", labelled=True)
+    assert found.classes == ("pos", "neg")
+    assert (found.splits["train"]["label"][:], found.splits["validation"]["label"][:]) == (
+        ["neg", "pos"],
+        ["pos", "neg"],
+    )
+
+
+def test_a_hidden_test_split_of_a_function_is_left_out(tmp_path: Path) -> None:
+    features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
+    split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': LABELS}}, features={features})"
+    train, test = (split.replace("LABELS", labels) for labels in ("[1, 0]", "[-1, -1]"))
+    found = returned(tmp_path, f"{{'train': {train}, 'validation': {train}, 'test': {test}}}", labelled=True)
+    assert set(found.splits) == {"train", "validation"}
+    assert found.notes[0].startswith("left out the test split: ")
+
+
 def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:
     split = "Dataset.from_dict({'text': ['a', '', 'b', ' \\n'], 'extra': [1, 2, 3, 4]})"
     found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}")

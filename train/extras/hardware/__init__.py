@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from train import extras
 from train.config import Config, option
-from train.extras.device import SHORT, device_name, precision_in_use
+from train.extras.device import device_name, precision_in_use
 from train.figures import several
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
@@ -45,12 +45,12 @@ class Extra(extras.Extra):
     def started(self, run: Run) -> None:
         import torch
 
-        accelerator, dtype = run.accelerator, run.config.architecture.dtype
-        device, arithmetic = accelerator.device, precision_in_use(accelerator)
+        accelerator = run.accelerator
+        device, arithmetic = accelerator.device, precision_in_use(accelerator, run.config.architecture.dtype)
         parts = [f"{accelerator.num_processes} × {device_name(device)}"]
         parts += [f"{several(torch.get_num_threads(), 'thread')} each"] if device.type == "cpu" else []
         parts += [str(run.launch), os.environ.get("PYTORCH_ALLOC_CONF", "") if device.type == "cuda" else ""]
-        shown = {"no": SHORT[dtype], "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
+        shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
         run.outputs.note(f"device: {', '.join(filter(None, parts))}, precision {shown}", self._precision_line)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from train.records import UserError
+from train.records import UserError, one_line
 
 
 def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:
@@ -36,6 +36,11 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
         config.head_dim = config.hidden_size // config.num_attention_heads
     config.max_position_embeddings = math.ceil(positions * factor)
     config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
+    try:
+        getattr(config, "validate", lambda: None)()  # or it would be refused when final/ is written
+    except Exception as error:
+        why = f"{config.model_type} does not take it: {one_line(error, 200)}"
+        raise UserError(f"rope_scaling: {kind}: {why}. Leave it out, or give another kind.") from None
 
 
 def slide(config: PretrainedConfig, window: int) -> None:

@@ -69,7 +69,7 @@ def _sum(
     kernel: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
 ) -> Tensor:
     """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
-    hidden, labels = rows_to_compute(hidden, labels, num_targets)
+    hidden, labels = rows_to_compute(hidden, labels, num_targets or None)  # Liger divides by the number of rows
     dtype = product_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         losses = kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels)

@@ -34,7 +34,8 @@ class Extra(extras.Extra):
             from train.extras.meter.cards import peak_flops_per_second
             from train.extras.meter.flops import count_flops
 
-            own = peak_flops_per_second(device_name(run.accelerator.device), precision_in_use(run.accelerator))
+            precision = precision_in_use(run.accelerator, run.config.architecture.dtype)
+            own = peak_flops_per_second(device_name(run.accelerator.device), precision)
             if all(peaks := exchange(own)):  # counted only where it is of use, and then on every rank
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)

@@ -81,6 +81,7 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     is_causal, config = is_causal or said == {True}, getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
     # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
     window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
     known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}

@@ -75,7 +75,8 @@ class Extra(extras.Extra):
 
         own, optim, settings = config.of(Options), config.optimization, adam_settings(config.optimization)
         if optim.optimizer == "adafactor":
-            return Adafactor(groups, lr=optim.learning_rate)
+            # 2^-23 is torch's default for fp32; that for bf16, 2^-7, would leave most weights as they are.
+            return Adafactor(groups, lr=optim.learning_rate, eps=(2**-23, 1e-3))
         if optim.optimizer == "sgd":
             # foreach, a card's default, would hold all gradients a second time where weights decay.
             return SGD(groups, lr=optim.learning_rate, momentum=own.sgd_momentum, foreach=False)

@@ -86,6 +86,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                 self._link.fetch(1 - slot, work[number + 1][1].grad)
             weight, state = self._weight_of(parameter), self.state[parameter]
             gradient, (beta1, beta2) = self._link.arrived(slot).to(weight.dtype), group["betas"]
+            if gradient.stride() != weight.stride():  # the kernel goes through the memory of both
+                gradient = torch.empty_like(weight).copy_(gradient)
             kept = [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
             settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
             adamw([weight], [gradient], *kept, fused=True, beta1=beta1, beta2=beta2, **settings)

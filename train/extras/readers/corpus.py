@@ -96,8 +96,11 @@ def _returned(config: Config, data: Source) -> dict[str, Dataset]:
         known = documents.column_names
         if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
             raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known or 'no rows'}.")
-    plain = {split: documents.with_format(None) for split, documents in splits.items()}
-    return {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in plain.items()}
+    loaded = {}
+    for split in filter(splits.__contains__, SPLITS):  # train first, whose order of classes counts
+        with tables.optional_test(split, data):
+            loaded[split] = tables.good_rows(splits[split].with_format(None), data, f"{name}: the {split} split")
+    return loaded
 
 
 def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
@@ -113,7 +116,8 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
     for split, files in found.items():
         data.files[split].update(files)
         name = str(path) if len(found) == 1 else f"the {split} split of {path}"
-        loaded[split] = readers.documents(files, data, name)
+        with tables.optional_test(split, data):
+            loaded[split] = readers.documents(files, data, name)
     return loaded
 
 

@@ -45,6 +45,10 @@ class RecordError(Exception):
     """Why a record cannot be used; a reader yields it in place of the record."""
 
 
+class UnusableError(UserError):
+    """No row of a split can be used."""
+
+
 def documents(files: Sequence[str], data: Source, what: str) -> Dataset:
     """The good records of ``files``: columns ``text``, ``label`` if labelled, ``source``; the bad are noted.
 
@@ -69,11 +73,13 @@ def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: 
             remedy = f"Correct it, or leave such records out with --{flag} skip"
             if len(problems) == count > 1 and len({problem for _, problem in problems}) == 1:  # nothing would be left
                 remedy = f"The same holds for all {count:,} records"
-            raise UserError(" ".join([f"{found[0]}. {remedy}.", *(f"{note}." for note in data.notes)]))
+            raise (UserError if len(problems) < count else UnusableError)(
+                " ".join([f"{found[0]}. {remedy}.", *(f"{note}." for note in data.notes)])
+            )
         if found:
             notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")
     if len(problems) == count:
-        raise UserError(" ".join([f"{what}: no document to learn from.", *(f"{note}." for note in notes)]))
+        raise UnusableError(" ".join([f"{what}: no document to learn from.", *(f"{note}." for note in notes)]))
     data.notes.extend(notes)
 
 

@@ -7,7 +7,8 @@ or lacks the configuration, split or column; and for a bad row.
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from datasets.fingerprint import Hasher
 from train.checkpoint import digest
 from train.extras.cache import ROWS_AT_ONCE
 from train.extras.readers import Source
-from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
+from train.extras.readers.readers import EMPTY, NAME_COLUMNS, UnusableError, settle
 from train.figures import without_secrets
 from train.records import UserError, one_line
 
@@ -62,24 +63,30 @@ def _documents(splits: Mapping[str, str], tables: Mapping[str, Any], data: Sourc
     """The documents of these ``splits``, by what they are for."""
     loaded: dict[str, Dataset] = {}
     for role, split in splits.items():
-        try:
-            if split not in tables:  # an expression such as train[:10%] is for the Hub
-                raise UserError(f"{name}: no split {split!r}; it has {', '.join(tables)}. Name one of these.")
-            data.files[role].update(file["filename"] for file in tables[split].cache_files)
+        if split not in tables:  # an expression such as train[:10%] is for the Hub
+            raise UserError(f"{name}: no split {split!r}; it has {', '.join(tables)}. Name one of these.")
+        data.files[role].update(file["filename"] for file in tables[split].cache_files)
+        with optional_test(role, data):
             loaded[role] = _columns(tables[split], data, f"{name}[{split}]")
-        except UserError as error:
-            # The test split of many public datasets has no labels; that must not stop a training.
-            if role != "test":
-                raise
-            data.notes.append(f"left out the test split: {error}")
     return loaded
+
+
+@contextmanager
+def optional_test(role: str, data: Source) -> Iterator[None]:
+    """A test split of which no row can be used is left out: that of many public datasets has no labels."""
+    try:
+        yield
+    except UnusableError as error:
+        if role != "test":
+            raise
+        data.notes.append(f"left out the test split: {error}")
 
 
 def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     names = {data.text_column: "text"} | ({data.label_column: "label"} if data.labelled else {})
     if missing := [column for column in names if column not in table.column_names]:
         known = ", ".join(table.column_names)
-        raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
+        raise UnusableError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
     contents = [digest(Path(file["filename"])) for file in table.cache_files]
     table = table.with_format(None).select_columns(list(names)).rename_columns(names)
     if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
@@ -107,7 +114,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     for column in columns:
         kind, (pattern, needed) = str(getattr(table.features[column], "dtype", "list")), kinds[column]
         if re.fullmatch(pattern, kind) is None:
-            raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed} (see docs/data.md).")
+            raise UnusableError(f"{what}: column {column!r} holds {kind}; each row needs {needed} (see docs/data.md).")
     problems: list[str] = []
     parts: Any = table.select_columns(columns).iter(ROWS_AT_ONCE)
     for part in parts:
