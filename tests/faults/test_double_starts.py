@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,12 +12,10 @@ from typing import Any
 import pytest
 from faults.injections import at_step
 from faults.processes import Fault, run, start
-from support import ROOT, checkpoint_digests, final_files, log_of, write_recipe
+from support import checkpoint_digests, final_files, log_of, write_recipe
 
-from train.checkpoint import by_step
-from train.extras.endurance.lock import lock, relock
 from train.figures import read_metrics
-from train.records import EXIT_DONE, EXIT_ERROR, UserError
+from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 SECONDS_TO_START = 0.3
@@ -68,47 +64,6 @@ def test_started_twice_at_once(tmp_path: Path, times: int) -> None:
             assert checkpoint_digests(folder / "run", STEPS) == checkpoint_digests(whole, STEPS)
             assert final_files(folder / "run") == final_files(whole)
             assert log_of(folder / "run") == log_of(whole)
-
-
-HOLDS = """
-import sys, time
-from pathlib import Path
-from train.extras.endurance.lock import lock
-held = lock(Path(sys.argv[1]))
-print("on", flush=True)
-time.sleep(20)
-"""
-
-
-def test_a_lock_that_somebody_removes_is_taken_again_unless_another_run_has_it(tmp_path: Path) -> None:
-    held = lock(tmp_path)
-    assert relock(held, tmp_path) is held
-    (tmp_path / ".lock").unlink()
-    again = relock(held, tmp_path)
-    assert again is not held and relock(again, tmp_path) is again
-    assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
-    (tmp_path / ".lock").unlink()
-    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"on\n"
-        try:
-            with pytest.raises(UserError, match=f"is in use by process {other.pid} on "):
-                relock(again, tmp_path)
-        finally:
-            other.kill()
-
-
-def test_a_run_ends_where_its_lock_was_removed_and_another_holds_the_folder(tmp_path: Path) -> None:
-    flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2)
-    its = (*flags, "--output_dir", tmp_path / "run", "--max_steps", STEPS, "--num_epochs", None)
-    [ended] = run(its, tmp_path / "logs", fault=at_step(3, "begin", partial(_take_over, tmp_path / "run")))
-    assert ended.status == EXIT_ERROR and "run is in use by process " in ended.said
-    assert [*by_step(tmp_path / "run" / "checkpoints")] == [2]  # whole: nothing of the other was touched
-
-
-def _take_over(folder: Path) -> None:
-    (folder / ".lock").unlink()
-    other = subprocess.Popen([sys.executable, "-c", HOLDS, folder], cwd=ROOT, stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline() == b"on\n"
 
 
 def test_a_run_without_its_checkpoints_says_that_it_starts_from_scratch_and_keeps_the_old_files(tmp_path: Path) -> None:

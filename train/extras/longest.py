@@ -5,20 +5,16 @@ from dataclasses import replace
 import numpy as np
 
 from train.batching import Batches, load
-from train.records import BatchArithmetic, MicroBatch, column
+from train.records import MicroBatch, column
 
 
 def longest_of(batches: Batches) -> list[MicroBatch]:
     """The longest examples of all; two micro-batches where a model decides which takes more. Loaded by this process."""
-    of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # an extra's rounds may have their own
-    loading = replace(batches.loading, num_workers=0, deliver=None)
-    ids = of_rounds(column(batches.examples, "length"), batches.arithmetic)
-    return list(load(batches.examples, loading, ids, (batches.seed, 0)))
-
-
-def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[list[int]]:
-    """The longest examples, padded if lengths differ at all."""
-    return [with_padding(np.argsort(-lengths, kind="stable")[: arithmetic.micro_batch_size].tolist(), lengths)]
+    lengths, arithmetic = column(batches.examples, "length"), batches.arithmetic
+    ids = [with_padding(np.argsort(-lengths, kind="stable")[: arithmetic.micro_batch_size].tolist(), lengths)]
+    if (of_rounds := getattr(batches.loading.rounds, "longest", None)) is not None:  # an extra's may have their own
+        ids = of_rounds(lengths, arithmetic)
+    return list(load(batches.examples, replace(batches.loading, num_workers=0, deliver=None), ids, (batches.seed, 0)))
 
 
 def with_padding(ids: list[int], lengths: np.ndarray) -> list[int]:

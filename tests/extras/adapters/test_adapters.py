@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,50 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
     card = (output / "final" / "README.md").read_text()
     assert f"fine-tuned from `base` by {'QLoRA' if adapter == 'qlora' else 'LoRA'} " in card
     assert "its base is `base`" in card
+
+
+def free_bytes_of(free: int) -> Callable[..., int]:
+    return lambda *args, **options: free
+
+
+@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), KINDS[1]])
+def test_without_room_for_the_whole_model_final_holds_the_adapter_alone(
+    adapter: str, recipe: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a notebook's host of 12 GB after a run of an 8B model; whoever wants no other can say so."""
+    from peft import PeftModel
+
+    flags = ("--model", base, "--adapter", adapter, "--max_steps", 3)
+    merged, asked, full = (tmp_path / name for name in ("merged", "asked", "full"))
+    assert train(recipe, merged, *flags) == EXIT_DONE
+    assert train(recipe, asked, *flags, "--merge_adapter", "False") == EXIT_DONE
+    expected = load_file(merged / "final" / "adapter" / "adapter_model.safetensors")
+    weights = list(load_file(merged / "final" / "model.safetensors").values())
+    needed = sum(t.nbytes for t in (*weights, *expected.values())) + 8 * max(t.numel() for t in weights)
+    monkeypatch.setattr("train.extras.host_memory.free_host_bytes", free_bytes_of(needed))
+    assert train(recipe, full, *flags) == EXIT_DONE
+    notes = [json.loads((run / "summary.json").read_text())["notes"] for run in (asked, full)]
+    said = "final/ holds the adapter alone: the merged model needs "
+    assert [any(note.startswith(said) for note in each) for each in notes] == [False, True]
+    for run in (asked, full):
+        final = run / "final"
+        assert not list(final.glob("*.safetensors"))
+        found = load_file(final / "adapter" / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        card = (final / "README.md").read_text()
+        assert "library_name: peft" in card and "The adapter is in `adapter/`" in card
+        assert "It is not merged: the whole model is not in this folder." in card
+        assert '`config=AutoConfig.from_pretrained("path/to/this/folder")`' in card and "import AutoModel" not in card
+        config = AutoConfig.from_pretrained(final)
+        assert config.use_cache and not hasattr(config, "quantization_config")
+        plain = AutoModelForCausalLM.from_pretrained(base, config=config)
+        PeftModel.from_pretrained(plain, str(final / "adapter"))
+        AutoModelForCausalLM.from_pretrained(final / "adapter")  # by the name of its base
+    assert train(recipe, asked, *flags) == EXIT_DONE  # it is no other run
+    monkeypatch.setattr("train.extras.host_memory.free_host_bytes", free_bytes_of(needed + 1))
+    (full / "summary.json").unlink()
+    assert train(recipe, full, *flags) == EXIT_DONE
+    assert (full / "final" / "model.safetensors").exists()
 
 
 def test_an_adapter_needs_the_configuration_that_the_run_has_changed(recipe: Path, tmp_path: Path) -> None:

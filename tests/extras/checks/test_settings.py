@@ -139,7 +139,8 @@ def test_an_option_that_would_do_nothing_is_refused(name: tuple[str, str]) -> No
 
 def test_all_that_need_another_option_are_tried_above() -> None:
     known = {name for name, (_, entry) in fields().items() if "needs" in entry.metadata}
-    assert known == {name for name, _ in WITHOUT_EFFECT} | {"lora_alpha", "lora_dropout", "lora_target_modules"}
+    of_lora = {"lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter"}
+    assert known == {name for name, _ in WITHOUT_EFFECT} | of_lora
 
 
 def test_a_hint_names_no_flag_that_was_deleted() -> None:

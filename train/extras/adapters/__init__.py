@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from train import extras
 from train.config import Config, option
+from train.figures import gib
 from train.launch import Launch
-from train.records import Run, UsageError
+from train.records import Progress, Run, UsageError, exchange
 
 NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
 of_lora = functools.partial(option, needs="adapter")
@@ -28,6 +29,7 @@ class Options:
     lora_target_modules: tuple[str, ...] = of_lora(
         ("all-linear",), "Layers that get them, by the ends of their names; all-linear: all except the output head."
     )
+    merge_adapter: bool = of_lora(True, "final/ also gets the whole model, merged, if host memory has room for it.")
 
 
 class Extra(extras.Extra):
@@ -49,7 +51,7 @@ class Extra(extras.Extra):
 
     def identity(self, run: Run, data: extras.PreparedData) -> dict[str, Any]:
         own = vars(run.config.of(Options))
-        return dict(own) if own["adapter"] != "none" else {}
+        return {n: own[n] for n in own if n != "merge_adapter"} if own["adapter"] != "none" else {}
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         own = run.config.of(Options)
@@ -73,3 +75,15 @@ class Extra(extras.Extra):
         from train.extras.adapters.lora import AdapterState
 
         return AdapterState(model, optimizer, identity, scaler)
+
+    def finishing(self, run: Run, state: Any, progress: Progress) -> None:
+        """Settles whether ``final/`` gets the whole model: without room for it, the process would be killed there."""
+        if (own := run.config.of(Options)).adapter == "none":
+            return
+        from train.extras.host_memory import free_host_bytes
+
+        needed, free = state.merged_bytes, exchange(free_host_bytes(environment={}))[0]  # the first rank writes
+        state.merges = own.merge_adapter and needed < free
+        if own.merge_adapter and not state.merges:
+            room = f"the merged model needs {gib(needed)} of host memory, of which {gib(free)} is free"
+            run.outputs.note(f"final/ holds the adapter alone: {room}. A machine with more room can merge it.")

@@ -25,6 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from train.extras.adapters import Options
+from train.model import set_use_cache
 from train.optim import parameter_counts
 from train.records import Run, UserError, one_line
 from train.state import StoredBlocks, TrainingState
@@ -192,6 +193,8 @@ def _refuse_bytes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 class AdapterState(TrainingState):
     """A run whose checkpoints hold what is trained, and a digest of what is not."""
 
+    merges = True  # the whole model for ``final/``, or only the adapter
+
     def checkpointed_tensors(self) -> dict[str, Tensor]:
         """Adapters, trained heads and persistent buffers, by name."""
         kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
@@ -226,6 +229,22 @@ class AdapterState(TrainingState):
                 digest.update(f"{own} {full.dtype} {tuple(full.shape)}".encode())
                 digest.update(full.view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    @property
+    def merged_bytes(self) -> int:
+        """What the merged model takes, and merging its largest weight in fp32."""
+        weights: Any = [getattr(p, "quant_state", None) or p for p in self.model.parameters()]
+        return sum(w.shape.numel() * w.dtype.itemsize for w in weights) + 8 * max(w.shape.numel() for w in weights)
+
+    def save_pretrained(self, folder: Path, keep: bool) -> None:
+        if self.merges:
+            return super().save_pretrained(folder, keep)
+        model: Any = self.plain_model(folder, keep)
+        if keep and hasattr(model, "_from_config"):
+            set_use_cache(model, True)
+            for part in filter(None, (model.config, model.generation_config)):  # the run's window, classes, end
+                part.save_pretrained(folder)
+        return None
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """As in the core, with adapters merged into weights, which have a plain model's names and types."""

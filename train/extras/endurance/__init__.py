@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.extras.endurance.lock import lock, refuse_separate, relock
+from train.extras.endurance.lock import lock, refuse_separate
 from train.extras.endurance.signals import Signals, deliver, outlive_readers
 from train.figures import FULL, show_error, write_whole
 from train.launch import Launch
@@ -67,7 +67,6 @@ class Extra(extras.Extra):
     _saving: Saving
     _watch: RankWatch | None = None
     _recovering: Recovering | None = None
-    _lock: Any = None
     _has_begun = _is_trained = False  # training; the last step is made, and its checkpoint written
 
     @contextmanager
@@ -91,7 +90,7 @@ class Extra(extras.Extra):
                 seconds, remedy = config.optimization.distributed_timeout_seconds, self._how_to_resume
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
-                self._lock = stack.enter_context(lock(Path(config.output.output_dir)))
+                stack.enter_context(lock(Path(config.output.output_dir)))
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
@@ -188,7 +187,6 @@ class Extra(extras.Extra):
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: extras.TrainingState, progress: Progress, wait: bool) -> bool:
-        run.outputs.from_main(lambda: setattr(self, "_lock", relock(self._lock, run.outputs.folder)))
         self._saving.save(run, state, progress, wait)
         return True
 

@@ -48,15 +48,6 @@ def lock(folder: Path) -> AbstractContextManager[Any]:
     return file
 
 
-def relock(file: Any, folder: Path) -> Any:
-    """``file``, which :func:`lock` gave, or a new one if somebody has removed it. Raises UserError as that does."""
-    try:
-        is_there = fcntl is None or os.path.samestat((folder / NAME).stat(), os.fstat(file.fileno()))
-    except OSError as error:
-        is_there = error.errno != errno.ENOENT
-    return file if is_there else lock(folder)
-
-
 def refuse_separate(folder: Path, is_first: bool) -> None:
     """Raises UserError on all ranks where some host does not see the first one's ``folder``, as checkpoints need."""
     holder, tries = exchange(_holder())[0], 0

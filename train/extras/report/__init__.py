@@ -58,7 +58,7 @@ class Extra(extras.Extra):
 
     def started(self, run: Run) -> None:
         if (own := run.config.of(Options)).push_to_hub:
-            run.outputs.note(run.outputs.from_main(partial(_ask_hub, own)))
+            run.outputs.note(run.outputs.from_main(partial(_on_hub, own)))
 
     def before_training(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
@@ -148,38 +148,27 @@ def tracked(config: Config) -> dict[str, int | float | str]:
     return {k: v if isinstance(v, int | float) else without_secrets(str(v)) for k, v in shown.items() if v is not None}
 
 
-def _ask_hub(own: Options) -> str | None:
-    """Before training: makes the repository; UsageError if the Hub refuses, a text to note if it is out of reach."""
-    from huggingface_hub import get_token
+def _on_hub(own: Options, upload: Path | None = None) -> str | None:
+    """Makes the repository, uploads to it, returns its address; without ``upload``, before training, what to note."""
+    from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
         raise UsageError("push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set HF_TOKEN.")
-    try:
-        _on_hub(own)
-    except UsageError:
-        raise
-    except UserError as error:
-        return f"{error} The run tries again when it is done."
-    return None
-
-
-def _on_hub(own: Options, upload: Path | None = None) -> str:
-    """Makes the repository, if it is missing, and fills it; returns its address. UserError with what the Hub says."""
-    from huggingface_hub import HfApi
-
     api, name, is_private = HfApi(), str(own.hub_model_id), own.hub_private_repo
     try:
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         if is_private and not api.repo_info(made.repo_id).private:
             raise PermissionError("it is public, in spite of hub_private_repo: make it private, or name another")
-        if upload is not None:
-            api.upload_folder(repo_id=made.repo_id, folder_path=upload)
+        if upload is None:
+            return None
+        api.upload_folder(repo_id=made.repo_id, folder_path=upload)
+        return str(made)
     except Exception as error:  # the library raises errors of several HTTP clients
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        is_refused = upload is None and (isinstance(error, PermissionError) or status in (400, 401, 403, 404))
         why = f"push_to_hub: {name}: {type(error).__name__}: {one_line(error, 200).rstrip('.')}. "
         why += "Check the name, the token ('hf auth login') and the connection."
         if upload is not None:
-            why += f" The model is in {upload}; the same command uploads it."
-        raise (UsageError if is_refused else UserError)(why) from None
-    return str(made)
+            raise UserError(f"{why} The model is in {upload}; the same command uploads it.") from None
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if isinstance(error, PermissionError) or status in (400, 401, 403, 404):
+            raise UsageError(why) from None
+        return f"{why} The run tries again when it is done."

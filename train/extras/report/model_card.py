@@ -20,9 +20,11 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     """``final/README.md``. Of local paths it shows the last part only; any key of ``summary`` may be missing."""
     from huggingface_hub import ModelCardData
 
-    dataset, is_own = _hub_name(config.data.dataset), _holds(config, "config.json") is False
+    dataset, final = _hub_name(config.data.dataset), Path(config.output.output_dir) / "final"
+    is_own = config.architecture.is_function and not (final / "config.json").exists()
+    is_peft = any(final.rglob("adapter_config.json")) and not any(final.glob("model*.safetensors"))  # not merged
     front = ModelCardData(
-        library_name="peft" if _holds(config, "adapter_config.json") else None if is_own else "transformers",
+        library_name="peft" if is_peft else None if is_own else "transformers",
         pipeline_tag=None if is_own else _PIPELINES.get(task.auto_class.removeprefix("AutoModelFor")),
         base_model=_hub_name(config.architecture.model),
         datasets=[dataset] if dataset and "/" in dataset else None,
@@ -55,7 +57,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         "## Results",
         _table([name.replace("_", " ") for name in names], cells) if rows else "No evaluation was run.",
         "## Load it",
-        _how_to_load(config, task),
+        _how_to_load(config, task, is_own, is_peft),
         "## Training",
         _table(["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]),
         "## Before you use it",
@@ -65,12 +67,12 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     return without_secrets("\n\n".join(sections) + "\n")
 
 
-def _how_to_load(config: Config, task: type[Task]) -> str:
+def _how_to_load(config: Config, task: type[Task], is_own: bool, is_peft: bool) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
-    if source is not None and _holds(config, "adapter_config.json"):
+    if source is not None and is_peft and adapter == "none":
         how = '`PeftModel.from_pretrained(base, "path/to/this/folder")` puts them on its base.'
         return f"These are the adapters of the model that `{_public(source)}` builds. {how}"
-    if source is not None and _holds(config, "config.json") is False:
+    if source is not None and is_own and not is_peft:
         how = f"build the model with `{_public(source)}` and fill it with `safetensors.torch.load_model`"
         return f"The weights are in `model.safetensors`; {how}. `AutoTokenizer.from_pretrained` loads the tokenizer."
     trust = ", trust_remote_code=True" if config.architecture.trust_remote_code else ""
@@ -84,13 +86,10 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
     more = f', loaded with `config=AutoConfig.from_pretrained("path/to/this/folder"{trust})`'
     more *= bool(source and not config.architecture.is_function)
-    how = f"By itself it is in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}{more}."
-    return f"{text}\n\nThe adapter is merged into these weights. {how}"
-
-
-def _holds(config: Config, name: str) -> bool | None:
-    """Whether ``final/`` has the file ``name``, if a function built the model."""
-    return (Path(config.output.output_dir) / "final" / name).exists() if config.architecture.is_function else None
+    how = f"in `adapter/`, for `PeftModel.from_pretrained(base, ...)`; its base is {base}{more}."
+    if is_peft:
+        return f"The adapter is {how} It is not merged: the whole model is not in this folder."
+    return f"{text}\n\nThe adapter is merged into these weights. By itself it is {how}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
