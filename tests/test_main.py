@@ -102,6 +102,18 @@ def test_saved_config_runs_the_same_again(recipe: Path, tmp_path: Path) -> None:
     assert checkpoint_digests(tmp_path / "one", STEPS) == checkpoint_digests(tmp_path / "two", STEPS)
 
 
+def test_a_run_may_be_in_a_folder_next_to_the_current_one(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert train(recipe, Path("..", "runs", "one"), "--max_steps", 2) == EXIT_DONE
+    assert train(recipe, Path("..", "runs", "one"), "--max_steps", 3) == EXIT_DONE
+    run = tmp_path / "runs" / "one"
+    assert {"checkpoints", "final", "report.html", "summary.json"} <= {path.name for path in run.iterdir()}
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_runs_of_one_process_may_differ_in_precision_and_accumulation(recipe: Path, tmp_path: Path) -> None:
     """As in a notebook, or in a search for settings; accelerate alone refuses another precision."""
     settings = {"first": ("no", 8), "other": ("bf16", 4), "again": ("no", 8)}
