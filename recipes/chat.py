@@ -237,6 +237,11 @@ class Task(causal_lm.Task):
             lengths = {"length": len(tokens) - 1, "document_length": len(ends) - 1}
             yield {"tokens": tokens, **lengths, "is_target": is_target[:kept]}
 
+    def longest_example(self) -> dict[str, Any]:
+        """For ``plan``, which has no conversations: one that is an answer throughout."""
+        tokens, length = np.zeros(self.data.max_length + 1, dtype=np.int32), self.data.max_length
+        return {"tokens": tokens, "length": length, "document_length": length, "is_target": tokens == 0}
+
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The tokens, and the next ones where the assistant says them."""
         tokens, labels = super().inputs_and_labels(example, seed)

@@ -328,6 +328,33 @@ def test_a_summary_leaves_room_for_its_document(load_recipe: Callable[[str], Mod
     assert example["length"] == example["document_length"] == 12
 
 
+def test_a_plan_of_chats_is_of_the_longest_one_and_guesses_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = [
+        "--dataset_options",
+        '{"path": "chats.jsonl"}',
+        "--tokenizer",
+        "bytes",
+        "--max_length",
+        "64",
+        "--model_config",
+    ]
+    words += ['{"model_type": "gpt2", "n_embd": 16, "n_head": 1, "n_layer": 1}', "--mixed_precision", "no"]
+    peaks = []
+    for task in (("recipes/chat.py:Task", "recipes/chat.py:documents"), ("causal_lm", "stdlib")):
+        own = ["--task", task[0], "--dataset", task[1]]
+        assert (
+            memory.main(["predict", "--device", "cpu", "--json", *own, *words[0 if ":" in task[1] else 2 :]])
+            == EXIT_DONE
+        )
+        said = json.loads(capsys.readouterr().out)
+        peaks.append(said["prediction"]["peak_bytes"])
+        assert "longest_example" not in json.dumps(said)
+    assert peaks[0] == peaks[1]
+
+
 def test_a_plan_of_summaries_is_of_the_longest_summary_and_a_document_that_fills_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,7 +246,7 @@ def tokenize(
         )
         splits[name] = change_caching(make, documents, task, tokenizer, label_names)()
         if not len(splits[name]):
-            raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
+            raise UserError(f"{corpus.name}: the {name} split gives no example: see the notes, or raise max_length.")
     return splits
 
 

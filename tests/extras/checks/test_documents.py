@@ -154,7 +154,7 @@ def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> N
 
 
 def test_a_validation_split_of_unknown_labels_only_is_refused() -> None:
-    with pytest.raises(UserError, match="the validation split has no example after tokenisation"):
+    with pytest.raises(UserError, match="the validation split gives no example: see the notes, or raise max_length"):
         classified([("a", "x"), ("b", "y")], [("b", "z")], on_bad_record="skip")
 
 
