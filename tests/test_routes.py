@@ -313,6 +313,21 @@ def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     assert summary["best_metric"] == min(row["mse"] for row in rows)
 
 
+def test_each_source_has_a_loss_as_shown_in_the_docs(fork: Fork) -> None:
+    fork.write("train/tasks/sources.py", shown_in("docs/forking.md", r"train/tasks/sources\.py"))
+    rows = [{"text": f"page {n} " * 9, "label": "web"} for n in range(60)]
+    rows += [{"text": "x" * (40 + n), "label": "code"} for n in range(20)]
+    fork.write("mixed.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--task", "sources", "--dataset", "mixed.jsonl", "--model_config", TINY, "--validation_fraction", 0.2)
+    best = ("--eval_every_steps", 10, "--metric_for_best", "loss_web", "--load_best_model_at_end")
+    done = fork.run(*flags, *best, "--max_steps", 20, "--save_every_steps", 10, "--rehearse", "False")
+    assert done.returncode == EXIT_DONE, done.stderr
+    found = json.loads((fork.output / "summary.json").read_text())
+    whole, web, code = (found["result"]["validation"][name] for name in ("loss", "loss_web", "loss_code"))
+    assert min(web, code) < whole < max(web, code) and web != code
+    assert (found["metric_name"], found["metric_value"]) == ("loss_web", web)
+
+
 BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 
