@@ -199,6 +199,10 @@ class Task(causal_lm.Task):
 
         Qwen3's drops the thoughts of earlier answers, also empty ones: each answer has an example of its own.
         """
+        if ids:  # of a plan, which has no conversations: an answer throughout
+            lengths = dict.fromkeys(("length", "document_length"), len(ids) - 1)
+            yield {"tokens": np.array(ids, dtype=np.int32), **lengths, "is_target": np.ones(len(ids), dtype=bool)}
+            return
         found, written, spans = self.conversation_in(text), "", list[tuple[int, int]]()
         messages = found["messages"]
         others = {"tools": found.get("tools") or None, **(found.get("chat_template_kwargs") or {})}
@@ -236,11 +240,6 @@ class Task(causal_lm.Task):
             tokens = np.array(found["input_ids"][:kept], dtype=np.int32)
             lengths = {"length": len(tokens) - 1, "document_length": len(ends) - 1}
             yield {"tokens": tokens, **lengths, "is_target": is_target[:kept]}
-
-    def longest_example(self) -> dict[str, Any]:
-        """For ``plan``, which has no conversations: one that is an answer throughout."""
-        tokens, length = np.zeros(self.data.max_length + 1, dtype=np.int32), self.data.max_length
-        return {"tokens": tokens, "length": length, "document_length": length, "is_target": tokens == 0}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The tokens, and the next ones where the assistant says them."""

@@ -49,10 +49,11 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
 def as_json(split: datasets.Dataset, column: str) -> datasets.Dataset:
     """A dataset of texts: the lists of ``column`` as JSON."""
 
-    def written(rows: dict[str, Sequence[Sequence[int]]]) -> dict[str, list[str]]:
-        return {"text": [json.dumps(list(ids)) for ids in rows[column]]}
+    def written(rows: dict[str, Sequence[Any]]) -> dict[str, list[str]]:
+        return {"text": [json.dumps(ids or []) for ids in rows[column]]}  # an empty document gives no example
 
-    return split.map(written, batched=True, remove_columns=split.column_names, desc="Reading ids")
+    plain = split.with_format(None)  # else it may give tensors
+    return plain.map(written, batched=True, remove_columns=split.column_names, desc="Reading ids")
 
 
 class Task(causal_lm.Task):
@@ -65,6 +66,8 @@ class Task(causal_lm.Task):
         """The ids of each document; UserError for one that is beyond the tokenizer's vocabulary, or no number."""
         size = num_ids(tokenizer)
         for ids in map(json.loads, texts):
+            if not isinstance(ids, list):
+                raise UserError(f"token_ids.py: a row holds {str(ids)[:40]!r}, not a list of ids. Name their column.")
             if wrong := [i for i in ids if not isinstance(i, int) or not 0 <= i < size]:
                 what = f"token id {wrong[0]!r} in a document that begins {ids[:8]}"
                 raise UserError(f"{what}: the tokenizer has {size:,} entries. Give the tokenizer that made the ids.")

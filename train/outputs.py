@@ -49,8 +49,8 @@ class Outputs:
 
     def prepare(self) -> None:
         """Makes the folders, so that one that cannot be made is noticed early; by one rank."""
-        with figures.writable(self.checkpoints / "step"):
-            pass
+        with figures.writable(self.checkpoints):
+            figures.make_folder(self.checkpoints)
 
     def resume(self, run: Run, state: TrainingState) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""

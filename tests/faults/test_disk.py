@@ -93,7 +93,7 @@ def test_one_write_that_fails_costs_one_checkpoint(
     output, changes = whole(ranks)
     at_the_end = next((n for n, line in enumerate(changes[0]) if "step-00000006" in line), 0) if victim == 0 else 0
     assert len(changes[victim]) > STEPS
-    numbers = range(1, at_the_end or len(changes[victim]) * 4 // STEPS)
+    numbers = range(2 - victim, at_the_end or len(changes[victim]) * 4 // STEPS)
     for number in numbers[::every]:
         folder, name = tmp_path / "runs" / str(number), tmp_path / str(number)
         name.mkdir()
@@ -110,7 +110,9 @@ def test_one_write_that_fails_costs_one_checkpoint(
 def test_a_checkpoint_that_failed_is_told_before_the_next_one_is_due(tmp_path: Path, ranks: int, victim: int) -> None:
     folder = tmp_path / "run"
     fault = several(
-        on_rank(victim, at_change(1, folder / "checkpoints", disk_is_full)),
+        on_rank(
+            victim, at_change(2 - victim, folder / "checkpoints", disk_is_full)
+        ),  # the first one's first: its folder
         at_call("train.loop:advance", wait_a_second, 5),  # in which the thread that writes step 4 has failed
         at_call("train.loop:advance", die, 6),
     )

@@ -24,7 +24,7 @@ BLOCKS = [[(7 * row + column) % 250 for column in range(16)] for row in range(20
 BYTES: Any = build_tokenizer("bytes", [])
 
 
-@pytest.fixture(params=["jsonl", "parquet", "folder", "splits"])
+@pytest.fixture(params=["jsonl", "parquet", "folder", "splits", "tensors"])
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The blocks in a file, or as 🤗 Datasets saves them."""
     path = tmp_path / f"ids.{request.param}"
@@ -33,6 +33,8 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in BLOCKS))
     elif request.param == "parquet":
         found.to_parquet(path)
+    elif request.param == "tensors":
+        found.with_format("torch").save_to_disk(path)
     else:
         (found if request.param == "folder" else DatasetDict({"train": found, "test": found})).save_to_disk(path)
     return path

@@ -153,6 +153,15 @@ def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> N
     assert [note for note in corpus.notes if "skipped 1 record" in note and "validation-data.jsonl:2" in note]
 
 
+def test_a_test_split_whose_labels_are_all_one_mark_is_left_out() -> None:
+    corpus, _, config = classified([("a", "x"), ("b", "y")], [("a", "x")])
+    marked = corpus.splits["validation"].map(lambda row: {"label": "?"})
+    task = load_task("sequence_classification")(config)
+    found = with_known_labels(replace(corpus, splits={**corpus.splits, "test": marked}), task)
+    assert set(found.splits) == {"train", "validation"}
+    assert found.notes == ("left out the test split: none of its labels occurs in the training split",)
+
+
 def test_a_validation_split_of_unknown_labels_only_is_refused() -> None:
     with pytest.raises(UserError, match="the validation split gives no example: see the notes, or raise max_length"):
         classified([("a", "x"), ("b", "y")], [("b", "z")], on_bad_record="skip")

@@ -148,7 +148,7 @@ def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
             r"llama already scales its own \(linear\)",
         ),
         # else final/ could not be written, which checks them
-        ({**LLAMA, "model_type": "phi3"}, 256, {"rope_scaling": "yarn"}, "yarn: phi3 does not take it: .*longrope"),
+        ({**LLAMA, "model_type": "phi3"}, 256, {"rope_scaling": "yarn"}, "yarn is not for phi3: .*longrope"),
         (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama sees all positions"),
         (
             {**LLAMA, "model_type": "minimax", "num_local_experts": 2, "head_dim": 8},

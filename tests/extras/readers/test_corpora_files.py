@@ -899,6 +899,9 @@ def test_a_hidden_test_split_is_left_out(tmp_path: Path) -> None:
     corpus = load(tmp_path / "s", labelled=True)
     assert "test" not in corpus.splits
     assert corpus.notes[0].startswith("left out the test split:")
+    good = [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}]
+    saved(train=[*good, *good], test=[*good, {"text": "z", "label": None}]).save_to_disk(tmp_path / "p")
+    assert "test" not in load(tmp_path / "p", labelled=True).splits  # others' data may not stop a training
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -91,9 +91,10 @@ def test_a_hidden_test_split_of_a_function_is_left_out(tmp_path: Path) -> None:
     features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
     split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': LABELS}}, features={features})"
     train, test = (split.replace("LABELS", labels) for labels in ("[1, 0]", "[-1, -1]"))
-    found = returned(tmp_path, f"{{'train': {train}, 'validation': {train}, 'test': {test}}}", labelled=True)
-    assert set(found.splits) == {"train", "validation"}
-    assert found.notes[0].startswith("left out the test split: ")
+    for hidden in (test, "Dataset.from_dict({'text': ['a']})"):
+        found = returned(tmp_path, f"{{'train': {train}, 'validation': {train}, 'test': {hidden}}}", labelled=True)
+        assert set(found.splits) == {"train", "validation"}
+        assert found.notes[0].startswith("left out the test split: ")
 
 
 def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from train.records import UsageError
 class Hub:
     """In place of ``huggingface_hub.HfApi``."""
 
-    is_reachable, is_private, status = False, True, 200
+    is_reachable, is_private, may_write, status = False, True, True, 200
     asked: list[tuple[Any, ...]]
 
     def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> Any:
@@ -33,6 +33,10 @@ class Hub:
 
     def repo_info(self, repo_id: str) -> Any:
         return SimpleNamespace(private=self.is_private)
+
+    def auth_check(self, repo_id: str, *, write: bool = False) -> None:
+        if write and not self.may_write:
+            raise RefusalError(403)
 
     def upload_folder(self, repo_id: str, folder_path: Path) -> None:
         self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
@@ -61,7 +65,7 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     assert main(words) == 1
     said = capsys.readouterr()
     why = "push_to_hub: someone/small: ConnectionError: no route to the Hub. "
-    why += "Check the name, the token ('hf auth login') and the connection. "
+    why += "Check the name, the token ('hf auth login', HF_TOKEN) and the connection. "
     assert f"{why}The run tries again when it is done." in said.out  # said before training, which may take days
     assert f"{why}The model is in" in said.err
     assert (tmp_path / "run" / "final" / "README.md").is_file()
@@ -69,14 +73,14 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     monkeypatch.setattr(Hub, "is_reachable", True)
     assert main(words) == 0
     *created, (name, files) = Hub.asked
-    assert created == [("someone/small", True, True)] * 2  # before training and after
+    assert created == [("someone/small", True, True)] * 2  # before the end and there
     assert name == "someone/small"
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["pushed_to"] == "someone/small"
 
     assert main(words) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert len(Hub.asked) == 4  # nothing was uploaded again
+    assert len(Hub.asked) == 3  # the Hub is not asked again
 
 
 def test_a_name_without_a_user_is_uploaded_where_the_hub_has_made_it(
@@ -100,7 +104,7 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
     words += ["--push_to_hub", "--hub_model_id", "me/small"]
     assert main([*words, "--hub_private_repo"]) == 2
     assert "it is public, in spite of hub_private_repo: make it private, or name another" in capsys.readouterr().err
-    assert len(Hub.asked) == 1 and not (tmp_path / "run" / "checkpoints").exists()  # nothing was trained or sent
+    assert len(Hub.asked) == 1 and not any((tmp_path / "run" / "checkpoints").iterdir())  # nothing was trained or sent
     assert main(words) == 0
     assert len(Hub.asked) == 4
 
@@ -127,8 +131,26 @@ def test_what_the_hub_refuses_is_told_before_training(
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == code
     said = f"error: push_to_hub: me/small: RefusalError: {status} Client Error: Invalid username or password. "
-    assert f"{said}Check the name, the token ('hf auth login')" in capsys.readouterr().err
+    assert f"{said}Check the name, the token ('hf auth login', HF_TOKEN)" in capsys.readouterr().err
     assert (tmp_path / "run" / "final").exists() == (code == 1)
+
+
+def test_a_token_that_may_only_read_is_told_before_training_but_ends_no_run_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``create_repo`` finds a repository of somebody else, and says nothing."""
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    monkeypatch.setattr(Hub, "may_write", False)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    words += ["--push_to_hub", "--hub_model_id", "me/small"]
+    assert main(words) == 2
+    assert "error: push_to_hub: me/small: RefusalError: 403 Client Error" in capsys.readouterr().err
+    monkeypatch.setattr(Hub, "may_write", True)
+    assert main(words) == 0
+    monkeypatch.setattr(Hub, "may_write", False)
+    assert main(words) == 0 and "nothing to do" in capsys.readouterr().out
+    assert main([*words, "--num_epochs", "2"]) == 0  # resumed; the stand-in takes the upload
+    assert "403 Client Error: Invalid username or password. Check the name" in capsys.readouterr().out
 
 
 def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(
@@ -138,8 +160,11 @@ def test_without_a_token_nothing_is_trained_that_could_not_be_uploaded(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
     assert main([*words, "--push_to_hub", "--hub_model_id", "me/small"]) == 2
-    assert "error: push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    said = (
+        "error: push_to_hub: me/small: PermissionError: a token for the Hub is missing. Check the name, the token ('hf "
+    )
+    assert said in capsys.readouterr().err
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
     parse([*words, "--push_to_hub", "--hub_model_id", "me/small"])  # which a plan does, too: it uploads nothing
     (tmp_path / "token").write_text("hf_kept_by_login")
     monkeypatch.setattr(Hub, "is_reachable", True)

@@ -82,8 +82,10 @@ class Extra(extras.Extra):
             return
         from train.extras.host_memory import free_host_bytes
 
-        needed, free = state.merged_bytes, exchange(free_host_bytes(environment={}))[0]  # the first rank writes
-        state.merges = own.merge_adapter and needed < free
+        outputs, needed, free = run.outputs, state.merged_bytes, exchange(free_host_bytes(environment={}))[0]
+        was_merged = outputs.from_main(lambda: any(outputs.final.glob("model*.safetensors")))
+        is_again = outputs.seconds_to_first_step is None  # a finished run is evaluated, and keeps its model
+        state.merges = (own.merge_adapter and needed < free) or (is_again and was_merged)
         if own.merge_adapter and not state.merges:
             room = f"the merged model needs {gib(needed)} of host memory, of which {gib(free)} is free"
-            run.outputs.note(f"final/ holds the adapter alone: {room}. A machine with more room can merge it.")
+            outputs.note(f"final/ holds the adapter alone: {room}. peft's merge_and_unload merges it elsewhere.")

@@ -234,7 +234,7 @@ class AdapterState(TrainingState):
     def merged_bytes(self) -> int:
         """What the merged model takes, and merging its largest weight in fp32."""
         weights: Any = [getattr(p, "quant_state", None) or p for p in self.model.parameters()]
-        return sum(w.shape.numel() * w.dtype.itemsize for w in weights) + 8 * max(w.shape.numel() for w in weights)
+        return sum(w.shape.numel() * w.dtype.itemsize for w in weights) + 12 * max(w.shape.numel() for w in weights)
 
     def save_pretrained(self, folder: Path, keep: bool) -> None:
         if self.merges:

@@ -52,7 +52,7 @@ class DurableOutputs(Outputs):
         """Moves files of this folder to ``previous-N``, with their places in it, and says so."""
         earlier = [p.name for folder in (self.folder, self.checkpoints) for p in folder.glob("previous-*")]
         number = 1 + max((int(found[1]) for name in earlier if (found := re.match(r"previous-(\d+)", name))), default=0)
-        aside = self.folder / f"previous-{number}"
+        aside, moved = self.folder / f"previous-{number}", list(paths)
         for path in paths:
             to = aside / path.relative_to(self.folder)
             figures.make_folder(to.parent)
@@ -63,8 +63,9 @@ class DurableOutputs(Outputs):
                     raise
                 path.rename(to := path.with_name(f"{aside.name}-{path.name}"))  # it may not fit into this one
                 self.say(f"{path} is on another file system: there it is now {to.name}")
+                moved.remove(path)
             figures.sync(to.parent)
-        if paths:
+        if moved:
             self.say(f"{whose} files were moved to {aside}")
 
     def write_rows(self, *rows: str) -> None:

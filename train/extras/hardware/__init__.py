@@ -11,7 +11,6 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from train import extras
 from train.config import Config, option
@@ -19,9 +18,6 @@ from train.extras.device import device_name, precision_in_use
 from train.figures import several
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Extra(extras.Extra):
         run.outputs.note(f"device: {', '.join(filter(None, parts))}, precision {shown}", self._precision_line)
 
 
-def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:
+def settle_precision(launch: Launch, config: Config, device: extras.torch.device) -> tuple[Launch, str | None]:
     """``launch`` with the mixed precision to use, and a line for a person if it is not one that was asked for.
 
     ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
@@ -81,7 +77,7 @@ def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple
     return half, f"precision: {half}, because none was asked for (--mixed_precision no after train/main.py: fp32)"
 
 
-def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
+def resolve_precision(asked: str, device: extras.torch.device) -> tuple[str, str | None]:
     """The mixed precision to use, and a line for a person if it is not the one asked for.
 
     accelerate itself would run fp32 on a CPU and still call it fp16. Raises UsageError if the device cannot do bf16.
@@ -95,7 +91,7 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None
     return "no", "precision: fp32 (this CPU has no fast fp16 or bf16)"
 
 
-def has_bf16(device: torch.device) -> bool:
+def has_bf16(device: extras.torch.device) -> bool:
     """Whether a card multiplies bf16 in hardware; Metal does from macOS 14 on."""
     import torch
 
@@ -111,7 +107,7 @@ def cpu_has_fast_bf16() -> bool:
     return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
-def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
+def set_up_device(device: extras.torch.device, launch: Launch, config: Config) -> None:
     """TF32 on cards that have it; threads of the host; memory and process group of a process on a CPU."""
     import torch
 

@@ -39,8 +39,7 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
     try:
         getattr(config, "validate", lambda: None)()  # or it would be refused when final/ is written
     except Exception as error:
-        why = f"{config.model_type} does not take it: {one_line(error, 200)}"
-        raise UserError(f"rope_scaling: {kind}: {why}. Leave it out, or give another kind.") from None
+        raise UserError(f"rope_scaling: {kind} is not for {config.model_type}: {one_line(error, 200)}") from None
 
 
 def slide(config: PretrainedConfig, window: int) -> None:

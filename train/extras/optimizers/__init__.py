@@ -75,8 +75,9 @@ class Extra(extras.Extra):
 
         own, optim, settings = config.of(Options), config.optimization, adam_settings(config.optimization)
         if optim.optimizer == "adafactor":
-            # 2^-23 is torch's default for fp32; that for bf16, 2^-7, would leave most weights as they are.
-            return Adafactor(groups, lr=optim.learning_rate, eps=(2**-23, 1e-3))
+            # As in fp32; torch's default for bf16, 2^-7, would leave most weights as they are.
+            smallest = 2**-23 if config.architecture.dtype == "bfloat16" else None
+            return Adafactor(groups, lr=optim.learning_rate, eps=(smallest, 1e-3))
         if optim.optimizer == "sgd":
             # foreach, a card's default, would hold all gradients a second time where weights decay.
             return SGD(groups, lr=optim.learning_rate, momentum=own.sgd_momentum, foreach=False)

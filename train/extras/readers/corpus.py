@@ -90,16 +90,16 @@ def _returned(config: Config, data: Source) -> dict[str, Dataset]:
         give = "return a 🤗 Dataset (Dataset.from_list(rows) makes one), or a dict of them: train, validation, test"
         names = f" of {', '.join(map(str, splits))}" if isinstance(found, dict) and splits else ""
         raise UserError(f"{name} returned {type(found).__name__}{names}: {give}.")
-    for split, documents in splits.items():
-        if documents.format["type"] == "custom":
-            raise UserError(f"{name}: the {split} split has a transform, which is not applied: use map().")
-        known = documents.column_names
-        if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
-            raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known or 'no rows'}.")
     loaded = {}
     for split in filter(splits.__contains__, SPLITS):  # train first, whose order of classes counts
+        documents, what = splits[split], f"{name}: the {split} split"
+        if documents.format["type"] == "custom":
+            raise UserError(f"{what} has a transform, which is not applied: use map().")
         with tables.optional_test(split, data):
-            loaded[split] = tables.good_rows(splits[split].with_format(None), data, f"{name}: the {split} split")
+            known = documents.column_names
+            if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
+                raise readers.UnusableError(f"{what} has no column {missing[0]!r}, only {known or 'no rows'}.")
+            loaded[split] = tables.good_rows(documents.with_format(None), data, what)
     return loaded
 
 

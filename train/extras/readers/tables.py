@@ -66,17 +66,17 @@ def _documents(splits: Mapping[str, str], tables: Mapping[str, Any], data: Sourc
         if split not in tables:  # an expression such as train[:10%] is for the Hub
             raise UserError(f"{name}: no split {split!r}; it has {', '.join(tables)}. Name one of these.")
         data.files[role].update(file["filename"] for file in tables[split].cache_files)
-        with optional_test(role, data):
+        with optional_test(role, data, UserError):
             loaded[role] = _columns(tables[split], data, f"{name}[{split}]")
     return loaded
 
 
 @contextmanager
-def optional_test(role: str, data: Source) -> Iterator[None]:
-    """A test split of which no row can be used is left out: that of many public datasets has no labels."""
+def optional_test(role: str, data: Source, problem: type[UserError] = UnusableError) -> Iterator[None]:
+    """A test split with this ``problem`` is left out, with a note: that of many public datasets has no labels."""
     try:
         yield
-    except UnusableError as error:
+    except problem as error:
         if role != "test":
             raise
         data.notes.append(f"left out the test split: {error}")

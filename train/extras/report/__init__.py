@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -56,15 +56,13 @@ class Extra(extras.Extra):
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
-    def started(self, run: Run) -> None:
-        if (own := run.config.of(Options)).push_to_hub:
-            run.outputs.note(run.outputs.from_main(partial(_on_hub, own)))
-
     def before_training(self, run: Run, parts: Parts) -> None:
+        if (own := run.config.of(Options)).push_to_hub:
+            run.outputs.note(run.outputs.from_main(partial(_on_hub, own, has_begun=bool(run.outputs.steps()))))
         bar: Any = run.outputs.bar
         if (getattr(bar, "ncols", None) or 1) < 1:  # a terminal without columns, as a notebook's may be
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
-        if run.config.of(Options).report_to:
+        if own.report_to:
             start_trackers(run.accelerator, run.config)
             self._trackers = run.accelerator.trackers
 
@@ -148,27 +146,29 @@ def tracked(config: Config) -> dict[str, int | float | str]:
     return {k: v if isinstance(v, int | float) else without_secrets(str(v)) for k, v in shown.items() if v is not None}
 
 
-def _on_hub(own: Options, upload: Path | None = None) -> str | None:
+def _on_hub(own: Options, upload: Path | None = None, has_begun: bool = False) -> str | None:
     """Makes the repository, uploads to it, returns its address; without ``upload``, before training, what to note."""
     from huggingface_hub import HfApi, get_token
 
-    if get_token() is None:
-        raise UsageError("push_to_hub: a token for the Hub is missing. Run 'hf auth login', or set HF_TOKEN.")
     api, name, is_private = HfApi(), str(own.hub_model_id), own.hub_private_repo
     try:
+        if get_token() is None:
+            raise PermissionError("a token for the Hub is missing")
         made = api.create_repo(name, private=is_private or None, exist_ok=True)  # None: as the organisation has it
         if is_private and not api.repo_info(made.repo_id).private:
             raise PermissionError("it is public, in spite of hub_private_repo: make it private, or name another")
         if upload is None:
+            with suppress(TypeError):  # of versions that check reading alone
+                api.auth_check(made.repo_id, write=True)  # one that exists is found without the right to write, too
             return None
         api.upload_folder(repo_id=made.repo_id, folder_path=upload)
         return str(made)
     except Exception as error:  # the library raises errors of several HTTP clients
         why = f"push_to_hub: {name}: {type(error).__name__}: {one_line(error, 200).rstrip('.')}. "
-        why += "Check the name, the token ('hf auth login') and the connection."
+        why += "Check the name, the token ('hf auth login', HF_TOKEN) and the connection."
         if upload is not None:
             raise UserError(f"{why} The model is in {upload}; the same command uploads it.") from None
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        if isinstance(error, PermissionError) or status in (400, 401, 403, 404):
+        if not has_begun and (isinstance(error, PermissionError) or status in (400, 401, 403, 404)):
             raise UsageError(why) from None
-        return f"{why} The run tries again when it is done."
+        return f"{why} The run tries again when it is done."  # one that has begun is worth more than its upload
