@@ -313,6 +313,7 @@ def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     assert summary["best_metric"] == min(row["mse"] for row in rows)
 
 
+@pytest.mark.slow
 def test_each_source_has_a_loss_as_shown_in_the_docs(fork: Fork) -> None:
     fork.write("train/tasks/sources.py", shown_in("docs/forking.md", r"train/tasks/sources\.py"))
     rows = [{"text": f"page {n} " * 9, "label": "web"} for n in range(60)]
