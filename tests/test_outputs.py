@@ -271,7 +271,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("resume", ["auto", pytest.param("never", marks=pytest.mark.slow)])
 def test_checkpoints_that_are_kept_on_another_file_system_move_aside_there(
     tmp_path: Path, elsewhere: Path, resume: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

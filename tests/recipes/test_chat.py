@@ -328,6 +328,7 @@ def test_a_summary_leaves_room_for_its_document(load_recipe: Callable[[str], Mod
     assert example["length"] == example["document_length"] == 12
 
 
+@pytest.mark.slow
 def test_a_plan_of_chats_is_of_the_longest_one_and_guesses_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
     monkeypatch.setattr(Hub, "is_reachable", True)
     assert main(words) == 0
     *created, (name, files) = Hub.asked
-    assert created == [("someone/small", True, True)] * 2  # before the end and there
+    assert created == [("someone/small", True, True)] * 2  # before training, and to upload
     assert name == "someone/small"
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["pushed_to"] == "someone/small"

@@ -170,5 +170,5 @@ def _on_hub(own: Options, upload: Path | None = None, has_begun: bool = False) -
             raise UserError(f"{why} The model is in {upload}; the same command uploads it.") from None
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if not has_begun and (isinstance(error, PermissionError) or status in (400, 401, 403, 404)):
-            raise UsageError(why) from None
-        return f"{why} The run tries again when it is done."  # one that has begun is worth more than its upload
+            raise UsageError(why) from None  # no run that has begun: it is worth more than its upload
+        return f"{why} The run tries again when it is done."
