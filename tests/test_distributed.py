@@ -160,7 +160,9 @@ def build():
 @pytest.mark.parametrize(
     ("save_every_steps", "asked", "said", "newest"),
     [
-        (1, False, "a step left parameters without a gradient (--find_unused_parameters)", 2),
+        pytest.param(
+            1, False, "a step left parameters without a gradient (--find_unused_parameters)", 2, marks=pytest.mark.slow
+        ),
         pytest.param(
             2, False, "a step left parameters without a gradient, which DDP waits for", 2, marks=pytest.mark.slow
         ),

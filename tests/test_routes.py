@@ -298,6 +298,7 @@ def test_a_table_that_is_too_small_is_told_at_the_end_of_the_traceback(fork: For
     assert "A table of the model may be too small: are there max_length 32 positions" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     fork.write("train/tasks/regression.py", shown_in("docs/forking.md", r"train/tasks/regression\.py"))
     lines = [f"film {number} was {('bad,0.25', 'good,3.25')[number % 2]}" for number in range(200)]
@@ -490,6 +491,7 @@ class Model(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_padding_is_tried_with_the_token_that_pads_and_predictions_have_the_shape_of_labels(fork: Fork) -> None:
     """The tokenizer ``bytes`` pads with 1, and the model leaves 0 out."""
     fork.write("padded.py", PADDED)
@@ -711,7 +713,8 @@ print("own loss", torch.stack(losses).mean().item())
 """
 
 
-@pytest.mark.parametrize("kind", [T5Config, pytest.param(BartConfig, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [T5Config, BartConfig])
 def test_summaries_learn_what_the_model_s_own_loss_measures(fork: Fork, kind: Any) -> None:
     rows = [{"article": "abcdefgh"[n % 8] * (5 + n % 9), "summary": "abcdefgh"[n % 8] * 4} for n in range(40)]
     fork.write("summaries.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -760,6 +763,7 @@ def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
     assert last["head_norm"] == pytest.approx(weights["transformer.wte.weight"].norm().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: Fork) -> None:
     with_extra(fork, "average", ("0.999", "0.5"))
     flags = *LISTOPS, *QUICK, "--save_every_steps", 1, "--save_total_limit", 9, "--lr_scheduler", "constant"
@@ -779,6 +783,7 @@ def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: For
     assert again["result"]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_model_shown_in_the_docs_stays_as_it_began_is_predicted_and_not_saved(fork: Fork) -> None:
     begins = "with torch.no_grad():"
     with_extra(fork, "near_start", (begins, f"assert not module.start.training\n            {begins}"))

@@ -48,17 +48,23 @@ def start_twice(its: tuple[Any, ...], folder: Path) -> None:
     assert "Traceback" not in said[other] and "step 2:" not in said[other], said
 
 
-@pytest.mark.parametrize("times", [1, *(pytest.param(10, marks=pytest.mark.slow, id=f"more {n}") for n in range(TENS))])
-def test_started_twice_at_once(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(
+    ("times", "folders"),
+    [
+        pytest.param(1, ["killed"], id="once"),
+        *(pytest.param(10, ["new", "killed"], marks=pytest.mark.slow, id=f"more {n}") for n in range(TENS)),
+    ],
+)
+def test_started_twice_at_once(tmp_path: Path, times: int, folders: list[str]) -> None:
     """In a new folder, and in that of a run which was killed, whose name is still in the lock."""
     flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--eval_every_steps", 2)
     whole = tmp_path / "whole" / "run"
     assert run((*flags, "--output_dir", whole), tmp_path / "logs")[0].status == EXIT_DONE
     for number in range(times):
-        for was_killed in (False, True):
-            folder = tmp_path / f"{number}-{was_killed}"
+        for kind in folders:
+            folder = tmp_path / f"{number}-{kind}"
             its = (*flags, "--output_dir", folder / "run")
-            if was_killed:
+            if kind == "killed":
                 run(its, tmp_path / "logs", fault=at_step(3, "begin"))
             start_twice(its, folder)
             assert checkpoint_digests(folder / "run", STEPS) == checkpoint_digests(whole, STEPS)

@@ -79,6 +79,7 @@ def test_line_that_a_person_went_back_from_is_moved_aside(tmp_path: Path) -> Non
     assert [row["step"] for row in rows(output, "train")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_does_not_push_out_new_ones(tmp_path: Path) -> None:
     output, flags = tmp_path / "run", ("--save_every_steps", 2, "--save_total_limit", 1)
     assert go(tmp_path, *flags, name="whole").status == EXIT_DONE

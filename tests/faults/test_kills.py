@@ -176,13 +176,14 @@ def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Calla
     its.assert_ended_as_the_whole(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "action"),
     [
         (0, die),
-        slowly(1, stop_answering),
-        slowly(1, die),
-        slowly(0, stop_answering),
+        (1, stop_answering),
+        (1, die),
+        (0, stop_answering),
     ],
 )
 def test_rank_lost_before_all_have_met_is_named(

@@ -193,7 +193,8 @@ def _not_looked_at(rank: int) -> None:
     checkpoints.refuse_nonfinite = lambda run, state, progress: state.blocks(run.accelerator.process_index)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_killed_after_it_went_back_is_exact(tmp_path: Path, ranks: int) -> None:
     """Before any further checkpoint, too: neither the data that it has skipped nor the rollback is forgotten."""
     flags = ("--save_every_steps", 3, "--max_rollbacks", 2, "--max_consecutive_nonfinite_steps", 2)

@@ -185,7 +185,7 @@ def test_one_rank_that_is_asked_while_data_is_prepared_ends_all(tmp_path: Path, 
 @pytest.mark.parametrize(
     "number", [*SIGNALS[:2], *(pytest.param(number, marks=pytest.mark.slow) for number in SIGNALS[2:])]
 )
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param(m, marks=[pytest.mark.slow] * (m == "model")) for m in MOMENTS])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stops_with_a_checkpoint_and_goes_on(
     tmp_path: Path, whole: dict[int, Path], moment: str, number: signal.Signals, ranks: int
@@ -228,6 +228,7 @@ def test_a_long_evaluation_is_cut_short_and_made_again(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole: dict[int, Path]) -> None:
     """SIGTERM a second and a third time changes nothing."""
     its = arguments(write_recipe(tmp_path), tmp_path / "run")

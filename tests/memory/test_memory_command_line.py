@@ -260,6 +260,7 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked["prediction"]["bytes_by_kind"]["optimizer state"] == pytest.approx(2 * parameters, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_longest_that_is_planned_of_a_stored_roberta_is_what_it_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

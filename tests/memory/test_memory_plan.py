@@ -198,7 +198,9 @@ def test_the_fastest_that_fits_is_found_with_few_predictions(
     assert plan.best.setting.mixed_precision == "bf16"
 
 
-@pytest.mark.parametrize("total_gib", [4, 8, 11, 12.3, 13, 14])
+@pytest.mark.parametrize(
+    "total_gib", [4, 12.3, 14, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (8, 11, 13))]
+)
 def test_of_the_ways_to_recompute_few_are_predicted_where_the_cheap_ones_do_not_fit(total_gib: float) -> None:
     asked = question(total_gib, max_length=65536)
     plan = make_plan(asked, Predictions(predictor := Synthetic(launch_seconds=0)))

@@ -448,6 +448,7 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
 
 
+@pytest.mark.slow
 def test_weights_that_stay_gathered_between_forward_and_backward_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """``fsdp_reshard_after_forward: false`` in the launch file reaches the planner's process as this variable."""
     peaks = []
@@ -565,6 +566,7 @@ def test_what_is_one_kernel_on_a_card_is_one_operator_without_it(kind: str, tmp_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac has the other kind of device")
+@pytest.mark.slow
 def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_card(tmp_path: Path) -> None:
     """Torch's core stops where it sees both kinds of device."""
     with_a_card = (
@@ -589,6 +591,7 @@ def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_car
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_tiles_are_predicted_for_metal() -> None:
     """Of whose random numbers torch has no state by device."""
     with Predictor() as predictor:
@@ -599,6 +602,7 @@ def test_tiles_are_predicted_for_metal() -> None:
     assert tiled.peak_bytes < whole.peak_bytes
 
 
+@pytest.mark.slow
 def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> None:
     vocabulary, length = 32_000, 8192
     sized = {**LLAMA, "vocab_size": vocabulary}
@@ -659,6 +663,7 @@ def test_a_batch_has_the_inputs_that_the_data_has() -> None:
     assert (tuple(batch.labels.shape), batch.labels.dtype, batch.num_targets) == ((3, 5), torch.float32, 15)
 
 
+@pytest.mark.slow
 def test_a_functions_pretrained_model_is_planned_as_one_from_a_folder(tmp_path: Path) -> None:
     """from_pretrained reads real weights, in threads of its own; ties and the device stay."""
     own: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

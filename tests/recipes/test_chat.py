@@ -356,6 +356,7 @@ def test_a_plan_of_chats_is_of_the_longest_one_and_guesses_nothing(
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.slow
 def test_a_plan_of_summaries_is_of_the_longest_summary_and_a_document_that_fills_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

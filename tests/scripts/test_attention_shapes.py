@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "results" / "attention_shapes-nvidia-h200.json"
 
 
+@pytest.mark.slow
 def test_every_kernel_has_a_row_also_where_it_is_missing(tmp_path: Path) -> None:
     sizes = ("--batch", "1", "--heads", "2", "--shortest", "16", "--longest", "32", "--lengths", "3")
     words = ["scripts/benchmarks/attention_shapes.py", *sizes, "--write", "--output_dir", str(tmp_path)]

@@ -427,6 +427,7 @@ def measured_on_a_card(name: str, folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_padding_is_counted_again_as_the_committed_page_has_it() -> None:
     """Exactly with the same Python, whose standard library is the text."""
     found = json.loads((ROOT / "docs" / "results" / "sequence_length-cpu.json").read_text(encoding="utf-8"))

@@ -78,7 +78,8 @@ FORKS = [("--only",), ()]
 WITHOUT = [("--without", *names) for names in (("parallelism", "report"), ("activations",), ("meter",))]
 
 
-@pytest.mark.parametrize("words", [*(pytest.param(f, marks=pytest.mark.slow) for f in FORKS), WITHOUT[0]])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [*FORKS, WITHOUT[0]])
 def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], forked: Callable[..., Path]) -> None:
     folder = forked(*words)
     pages = [*(folder / "docs").rglob("*.md"), folder / "README.md"]
@@ -123,7 +124,9 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
 
 
 @pytest.mark.parametrize(
-    "words", [*FORKS, *WITHOUT[:2], pytest.param(WITHOUT[2], marks=pytest.mark.slow)], ids=" ".join
+    "words",
+    [FORKS[0], WITHOUT[0], *(pytest.param(f, marks=pytest.mark.slow) for f in (FORKS[1], *WITHOUT[1:]))],
+    ids=" ".join,
 )
 def test_the_fork_is_clean(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     folder = forked(*words)
@@ -273,17 +276,19 @@ def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: py
     ]
 
 
+@pytest.mark.slow
 def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--without", "readers"]) == 0
     assert "recipes/quickstart.yaml needs readers: left out" in capsys.readouterr().out.splitlines()
     assert not (tmp_path / "new" / "recipes" / "quickstart.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "line", "has_memory"),
     [
         (["--without", "meter"], "memory needs meter: left out, too", False),
-        pytest.param(["--only", "memory"], "memory needs hardware, meter: kept, too", True, marks=pytest.mark.slow),
+        (["--only", "memory"], "memory needs hardware, meter: kept, too", True),
     ],
 )
 def test_memory_needs_the_meter(
@@ -314,6 +319,7 @@ def test_wrong_names_end_with_a_message(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt", ROOT / "train" / "new"):

@@ -247,6 +247,7 @@ def command(folder: Path, *more: Any) -> list[str]:
     return [sys.executable, str(ROOT / "scripts" / "study.py"), *map(str, [*more, *own])]
 
 
+@pytest.mark.slow
 def test_a_plan_names_runs_memory_and_flags_that_exclude_each_other(tmp_path: Path) -> None:
     toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
     done = script(command(tmp_path, "ablation", *toggles, "--seeds", 4, "--plan")[1:], 1, dict(os.environ))

@@ -157,6 +157,7 @@ def test_store_may_be_opened_after_the_watch_began(
     del opened
 
 
+@pytest.mark.slow
 def test_where_no_store_is_opened_rank_0_did_not_come(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +427,7 @@ def test_who_waits_at_a_store_that_is_cut_off_gives_up(
             pytest.fail("nobody said that the first one went")
 
 
+@pytest.mark.slow
 def test_cut_that_is_mended_in_time_changes_nothing(
     cable: Cable, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

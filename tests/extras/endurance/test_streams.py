@@ -18,6 +18,7 @@ from train.records import EXIT_STOPPED
 pty = pytest.importorskip("pty")  # which Windows lacks
 
 
+@pytest.mark.slow
 def test_a_reader_of_both_streams_that_ends_does_not_end_the_run(recipe: Path, tmp_path: Path) -> None:
     words = [
         sys.executable,

@@ -197,7 +197,9 @@ def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
             "modernbert", {"local_attention": 128}, 128, 2, marks=pytest.mark.slow
         ),  # to both sides together; layers 0 and 3 see everything
         ("modernbert-decoder", {"local_attention": 128}, 64, 2),  # half of it lies to the left
-        ("mistral", {"sliding_window": 128}, 128, 0),  # names no kinds of layers: all of them slide
+        pytest.param(
+            "mistral", {"sliding_window": 128}, 128, 0, marks=pytest.mark.slow
+        ),  # names no kinds of layers: all of them slide
     ],
 )
 def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[str, int], window: int, full: int):
@@ -212,6 +214,7 @@ def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[st
     assert long - short == pytest.approx(12 * 32 * (full * more[0] + (4 - full) * more[1]))
 
 
+@pytest.mark.slow
 def test_windows_of_a_text_model_inside_another_count() -> None:
     """As of ``google/gemma-3-4b``, whose configuration has one for text and one for images."""
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
@@ -242,6 +245,7 @@ def test_layers_with_attention_share_its_cost_and_unknown_ones_see_everything(ki
     assert counted is not None and counted.layers == layers
 
 
+@pytest.mark.slow
 def test_chunks_of_attention_count_their_length():
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}

@@ -620,7 +620,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("stochastic", "kahan") else n for n in RUNS]
+    "name", [n if n in ("offloaded, bf16", "in backward") else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
 )
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,7 @@ def test_a_copy_without_this_extra_does_not_take_such_a_launch(launch: Launch, m
         extras.check(Config(), launch)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
     """In fp64, with AdamW and SGD, tied and untied weights, checkpointing, all logits and chunks of them."""

@@ -109,6 +109,7 @@ def test_nothing_is_uploaded_to_a_public_repository_that_was_to_be_private(
     assert len(Hub.asked) == 4
 
 
+@pytest.mark.slow
 def test_a_model_whose_upload_failed_is_not_taken_for_an_edited_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
