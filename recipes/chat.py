@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,11 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
         raise UsageError(f"dataset_options: recipes/chat.py takes {', '.join(known)}; path is needed.")
     options = Options(**given)
     wanted = {"train": options.split, "validation": options.validation_split}
-    return {name: _load(options.path, split) for name, split in wanted.items() if split}
+    return {name: load(options.path, split, conversation_of) for name, split in wanted.items() if split}
 
 
-def _load(path: str, split: str) -> datasets.Dataset:
+def load(path: str, split: str, read: Callable[[Mapping[str, Any], str], dict[str, Any]]) -> datasets.Dataset:
+    """What ``read`` makes of each row of a split, which it is told with its number, as JSON in the column ``text``."""
     file = Path(path).expanduser()
     try:
         if file.is_file():  # all of it is its split train
@@ -85,7 +86,7 @@ def _load(path: str, split: str) -> datasets.Dataset:
     has_structs = "Json(" not in str(found.features)  # in which a row has every key of any row, most of them None
 
     def as_text(row: Any, number: int) -> dict[str, str]:
-        conversation = conversation_of(given_only(row) if has_structs else row, f"{path}, row {number + 1}")
+        conversation = read(given_only(row) if has_structs else row, f"{path}, row {number + 1}")
         return {"text": json.dumps(conversation, ensure_ascii=False) if conversation["messages"] else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
@@ -128,7 +129,7 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         what = "no messages, conversations, prompt and completion, or instruction and output"
         raise UserError(f"{where}: {what}; the columns are {', '.join(row)}.")
-    messages = [_message(message, where) for message in found]
+    messages = [message_of(message, where) for message in found]
     if isinstance(row.get("system"), str) and row["system"].strip():
         if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
             raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
@@ -155,7 +156,7 @@ def _pair(question: Any, answer: Any) -> list[Any]:
     return [*asked, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 
-def _message(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def message_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``role``, ``content`` as text, and other keys that have a value."""
     message = {NAMES.get(key, key): value for key, value in found.items() if value is not None}
     role = message["role"] = ROLES.get(str(message.get("role")), message.get("role"))
@@ -216,7 +217,7 @@ class Task(causal_lm.Task):
                 raise UserError(
                     "chat: the tokenizer's template writes a question in another way once it is answered, such as "
                     "without the system message: a model could not be trained on what it is asked. Put that message "
-                    f"into the first question, or change the template. {_beginning(messages)}"
+                    f"into the first question, or change the template. {beginning(messages)}"
                 )
             if not after.startswith(written):
                 yield from self._example(written, spans, tokenizer)
@@ -269,7 +270,7 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], asks: bool, **othe
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **others)
     except Exception as error:  # a template is a program
-        where = _beginning(messages)
+        where = beginning(messages)
         raise UserError(f"chat: the tokenizer's template fails: {one_line(error, 300).rstrip('.')}. {where}") from None
 
 
@@ -282,6 +283,6 @@ def common(one: str, other: str) -> int:
     return low
 
 
-def _beginning(messages: list[dict[str, Any]]) -> str:
+def beginning(messages: list[dict[str, Any]]) -> str:
     roles, content = ", ".join(message["role"] for message in messages[:6]), messages[0].get("content", "")
     return f"It was a conversation of {roles} that begins {content[:60]!r}."

@@ -79,7 +79,7 @@ class Fork:
         for path in self._files("recipes"):
             text, is_recipe = path.read_text(encoding="utf-8"), path.suffix == ".yaml"
             needed = [name for name in self.gone if re.search(TABLES["recipes"].get(name, "(?!)"), text, re.MULTILINE)]
-            if is_recipe and needed:
+            if needed:
                 left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(sorted(needed))}: left out")
             else:
                 self._copy(path, text if is_recipe else None)

@@ -225,7 +225,7 @@ def test_a_loss_that_another_extra_has_set_stays_and_is_told() -> None:
     run, model = run_for(Config().changed(tokenizer="bytes")), ModelWithLoss(Llama(transformers.LlamaConfig(**sizes)))
     own = model.loss_in_head = lambda *arguments: torch.zeros(())
     Losses().change_loss(run, model)
-    assert model.loss_in_head is own and run.outputs.notes == ["loss: that of another extra"]
+    assert model.loss_in_head is own and run.outputs.notes == ["loss: the task's or an extra's"]
     assert Losses().memory_measure(run, model) is None
 
 

@@ -785,20 +785,19 @@ def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: For
 
 @pytest.mark.slow
 def test_a_second_model_shown_in_the_docs_stays_as_it_began_is_predicted_and_not_saved(fork: Fork) -> None:
-    begins = "with torch.no_grad():"
-    with_extra(fork, "near_start", (begins, f"assert not module.start.training\n            {begins}"))
+    code, begins = shown_in("docs/forking.md", r"train/tasks/near_start\.py"), "with torch.no_grad():"
+    fork.write(
+        "train/tasks/near_start.py", code.replace(begins, f"assert not module.start.training\n            {begins}")
+    )
     sizes = '"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128'
     flags = *LISTOPS, "--model_config", f'{{"model_type": "llama", {sizes}}}', "--learning_rate", 0.01
-    _, summary = fork.trains(*flags)
+    _, summary = fork.trains("--task", "near_start", *flags)
     unseen = (259 + 5) * 64 * 4  # of the second model's weights on a CPU: embedding and norms, which give no view
     expected = pytest.approx(summary["peak_allocated_bytes"] + unseen, rel=0.001)
     assert summary["predicted_peak_bytes"] == expected
     near = [row["loss"] for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
     assert not any("start" in name for name in load_file(fork.output / "final" / "model.safetensors"))
     shutil.rmtree(fork.output)
-    shutil.rmtree(fork.folder / "train" / "extras" / "near_start")
-    order = fork.folder / "train" / "extras" / "__init__.py"
-    order.write_text(order.read_text().replace("near_start ", ""))
     fork.trains(*flags)
     plain = [row["loss"] for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
     assert near[0] == pytest.approx(plain[0], rel=1e-6) and near[2] > plain[2] + 0.004, (near, plain)

@@ -22,8 +22,7 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.loss_sum, self.scores = task.loss_sum, task.scores
         self.tie_weights = getattr(model, "tie_weights", list)  # accelerate calls it after loading weights
-        # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
-        self.loss_in_head: Callable[..., Any] | None = None
+        self.loss_in_head: Callable[..., Any] | None = None  # set by a task or an extra: of this module and forward's
 
     def forward(
         self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None
@@ -79,7 +78,8 @@ def build_model(
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
     run.extras.each("change_model", run, network, task)
     # Around it: the loss, so that logits never leave the forward.
-    model = ModelWithLoss(network, task(run.config))  # not the data's task: that was made before auto was settled
+    own = task(run.config)  # not the data's task: that was made before auto was settled
+    own.change_loss(model := ModelWithLoss(network, own))
     run.extras.each("change_loss", run, model)
     return model
 

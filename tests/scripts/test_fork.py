@@ -278,9 +278,12 @@ def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: py
 
 @pytest.mark.slow
 def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fork.main([str(tmp_path / "new"), "--without", "readers"]) == 0
-    assert "recipes/quickstart.yaml needs readers: left out" in capsys.readouterr().out.splitlines()
-    assert not (tmp_path / "new" / "recipes" / "quickstart.yaml").exists()
+    assert fork.main([str(tmp_path / "new"), "--without", "readers", "losses"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    for name, extra in (("quickstart.yaml", "readers"), ("dpo.py", "losses")):
+        assert f"recipes/{name} needs {extra}: left out" in said
+        assert not (tmp_path / "new" / "recipes" / name).exists()
+    assert (tmp_path / "new" / "recipes" / "chat.py").exists()
 
 
 @pytest.mark.slow

@@ -110,6 +110,9 @@ class Task:
     loss_sum = staticmethod(cross_entropy_sum)  # of logits and labels: () the training loss, summed over targets
     scores = staticmethod(cross_entropy_scores)  # of logits and labels: what an evaluation keeps of a batch
 
+    def change_loss(self, model: nn.Module) -> None:
+        """May set ``loss_in_head`` of the new ``model``, a :class:`train.model.ModelWithLoss`: a loss of its inputs."""
+
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics by ``table`` (examples, 6 + K): example, loss sum, targets, correct, prediction, label, counts."""
         loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)

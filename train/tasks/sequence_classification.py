@@ -26,7 +26,8 @@ class Task(tasks.Task):
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """In the order of a classifier that has them, in upper or lower case, or of the dataset; else by value."""
         labels, architecture = set(map(str, corpus.splits["train"]["label"][:])), self.config.architecture
-        names = corpus.classes if labels.issubset(corpus.classes) else tuple(sorted(labels, key=_place))
+        by_value = sorted(labels, key=lambda n: (float(n) if re.fullmatch(r"-?\d+(\.\d+)?", n) else math.inf, n))
+        names = corpus.classes if labels.issubset(corpus.classes) else tuple(by_value)
         if architecture.model is None or architecture.is_function:
             return names
         # Its head was trained for these numbers; with other numbers its classes would be mixed up.
@@ -65,8 +66,3 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
         counts = np.bincount(references * num_classes + predictions, minlength=num_classes**2)
         metrics["confusion_matrix"] = counts.reshape(num_classes, num_classes).tolist()
     return metrics
-
-
-def _place(name: str) -> tuple[float, str]:
-    """Sort key of names: numbers by value, whether a file gives them as such or, like CSV, as text."""
-    return (float(name) if re.fullmatch(r"-?\d+(\.\d+)?", name) else math.inf), name

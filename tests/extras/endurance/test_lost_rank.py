@@ -14,7 +14,7 @@ import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from train.extras.endurance import lost_rank
-from train.extras.endurance.lost_rank import RankLeftError, RankWatch, Store, is_broken_connection
+from train.extras.endurance.lost_rank import RankLeftError, RankWatch, Store
 from train.launch import Launch
 from train.records import EXIT_ERROR
 
@@ -64,8 +64,13 @@ def watch(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_tells_broken_connections_from_other_errors(error: Exception, broken: bool) -> None:
-    assert is_broken_connection(error) is broken
+def test_tells_broken_connections_from_other_errors(
+    error: Exception, broken: bool, watch: Callable[..., RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_rank, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert watch(1).concludes(error) is broken  # it has no store, so rank 0 is lost
 
 
 def test_rank_that_does_not_answer_is_named_once(

@@ -236,7 +236,7 @@ def test_terms_that_the_loss_of_another_extra_would_ignore_are_refused(asked: di
     with pytest.raises(UserError, match="label_smoothing and z_loss are for cross-entropy; this run has another loss"):
         Extra().change_loss(run_for(from_values(asked)), model)
     Extra().change_loss(run := run_for(from_values({})), model)
-    assert run.outputs.notes == ["loss: that of another extra"]
+    assert run.outputs.notes == ["loss: the task's or an extra's"]
 
 
 def test_the_place_is_that_of_the_products() -> None:

@@ -43,11 +43,6 @@ class RankLeftError(DistNetworkError):
     """A rank that is waited for has ended of itself."""
 
 
-def is_broken_connection(error: BaseException) -> bool:
-    """Whether a collective failed for want of another rank, or of an answer from it."""
-    return isinstance(error, RuntimeError) and (isinstance(error, DistError) or bool(_BROKEN.search(str(error))))
-
-
 class Store:
     """The store through which the processes met; each call gives up after ``STORE_SECONDS`` with a RuntimeError.
 
@@ -134,7 +129,8 @@ class RankWatch:
 
     def concludes(self, error: Exception) -> bool:
         """Whether a lost rank caused ``error``; if so, one rank has reported it by then. Takes seconds."""
-        if not is_broken_connection(error) or "EADDRINUSE" in str(error):  # the port of another run
+        is_broken = isinstance(error, RuntimeError) and (isinstance(error, DistError) or _BROKEN.search(str(error)))
+        if not is_broken or "EADDRINUSE" in str(error):  # the port of another run
             return False
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:

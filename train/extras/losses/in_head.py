@@ -1,6 +1,7 @@
 """The loss computed inside the output embedding, where hidden states and weight are, and which one a model gets."""
 
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +22,7 @@ from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
-# Where it has an ``answer``, output embeddings give this thread, in place of logits, what that makes of hidden states
-# (..., H), weight (V, H) and bias (V,).
-_asked = threading.local()
+_asked = threading.local()  # its ``answer``: see :func:`answered`
 
 
 def head_of(model: nn.Module) -> Any:
@@ -57,9 +56,14 @@ class LossInHead:
         kinds = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
         terms = {"objective": self.objective} if self.objective != PLAIN else {}  # which cce does not know
         summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
-        with patch.object(_asked, "answer", score if scored else summed, create=True):
-            output = model.model(**inputs)
+        output = answered(model.model, inputs, score if scored else summed)
         return kept[-1] if scored else with_aux_loss(logits_of(output), output, labels, model.model)
+
+
+def answered(model: nn.Module, inputs: Mapping[str, Any], answer: Callable[..., Tensor]) -> Any:
+    """The output of ``model``, for logits what ``answer`` makes of hidden states (..., H), weight (V, H), bias (V,)."""
+    with patch.object(_asked, "answer", answer, create=True):
+        return model(**inputs)
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:
