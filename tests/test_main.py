@@ -130,7 +130,7 @@ def test_runs_of_one_process_may_differ_in_precision_and_accumulation(recipe: Pa
     assert digests["first"] == digests["again"] != digests["other"]
 
 
-@pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
+@pytest.mark.parametrize("task", ["masked_lm", pytest.param("sequence_classification", marks=pytest.mark.slow)])
 def test_other_tasks_train_and_resume_exactly(recipe: Path, tmp_path: Path, task: str) -> None:
     documents = tmp_path / "labelled.jsonl"
     rows = [{"text": f"{n % 3} is the label of " + "abc " * (n % 5), "label": n % 3} for n in range(25)]

@@ -829,6 +829,7 @@ def test_the_optimizer_shown_in_the_docs_trains_is_planned_and_resumes(fork: For
     assert "Fits: gpt2" in planned.stdout
 
 
+@pytest.mark.slow
 def test_the_order_shown_in_the_docs_begins_with_short_examples(fork: Fork) -> None:
     with_extra(fork, "short_first", after="long_sequences")
     sizes = "--micro_batch_size", 1, "--global_batch_size", 4

@@ -37,6 +37,7 @@ class Study:
         return {"learning_rate": min(found, key=lambda rate: found[rate])}
 
 
+@pytest.mark.slow
 def test_the_search_shown_in_the_docs_finds_the_rate_that_learns_and_survives_one_that_fails(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

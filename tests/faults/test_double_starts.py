@@ -99,7 +99,8 @@ def test_a_finished_run_whose_model_was_moved_away_keeps_its_log(tmp_path: Path)
     assert log_of(tmp_path / "run" / "previous-1") == log
 
 
-@pytest.mark.parametrize("is_finished", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_finished", [True, False])
 def test_a_checkpoint_from_elsewhere_does_not_mix_two_logs(tmp_path: Path, is_finished: bool) -> None:
     flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--save_total_limit", 9)
     here, other = tmp_path / "here", tmp_path / "other"

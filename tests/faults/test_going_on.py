@@ -168,7 +168,8 @@ def test_stop_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
         assert summary(tmp_path / "run")[name] == summary(tmp_path / "whole")[name]
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_lines_of_the_log_of_a_run_that_was_cut(tmp_path: Path, how: str) -> None:
     flags = ("--log_every_steps", 4, "--save_every_steps", 3, "--loss_spike_factor", 50, "--num_epochs", 4)
     assert go(tmp_path, *flags, name="whole").status == EXIT_DONE

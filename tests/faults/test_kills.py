@@ -141,9 +141,8 @@ def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], varia
         its.assert_ended_as_the_whole(name)
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v == "1 rank, packing" else pytest.mark.slow) for v in MOST]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MOST)
 def test_killed_again_and_again(runs: Callable[[str], Runs], variant: str) -> None:
     its = runs(variant)
     for step in range(1, its.steps):
@@ -239,6 +238,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
     assert tried >= 3
 
 
+@pytest.mark.slow
 def test_files_that_killed_runs_were_writing_do_not_stay(tmp_path: Path) -> None:
     its, output = Runs(tmp_path, {}, 1, ("--eval_every_steps", 2), STEPS), tmp_path / "killed"
     for number in (1, 2, 3):

@@ -76,7 +76,7 @@ def _loss_without_bound(window: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "background"), [(1, True), pytest.param(1, False, marks=pytest.mark.slow), (2, True)]
+    ("ranks", "background"), [(1, True), *(pytest.param(*w, marks=pytest.mark.slow) for w in [(1, False), (2, True)])]
 )
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, ranks: int, background: bool) -> None:
     flags = ("--save_every_steps", 1, "--save_in_background", background)

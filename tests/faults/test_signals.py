@@ -204,9 +204,8 @@ def test_stops_with_a_checkpoint_and_goes_on(
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[ranks], STEPS)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "saves"), [(1, None), *(pytest.param(*w, marks=pytest.mark.slow) for w in [(2, 2), (1, 2), (2, None)])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "saves"), [(1, None), (2, 2), (1, 2), (2, None)])
 def test_a_long_evaluation_is_cut_short_and_made_again(
     tmp_path: Path, whole: dict[int, Path], ranks: int, saves: int | None
 ) -> None:

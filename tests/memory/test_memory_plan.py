@@ -748,6 +748,7 @@ def test_grid_text() -> None:
     assert rows[0].split()[5:] == ["17.34", "no", "20.40", "no", "26.54", "no", "51.07", "no"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     from matplotlib.image import imread
 

@@ -372,6 +372,7 @@ def test_no_card_holds_all_scores_of_heads_that_share_keys(
     assert shared.peak_bytes < scores / 2 and own.peak_bytes < scores / 2
 
 
+@pytest.mark.slow
 def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictors) -> None:
     packed = job(target=H100, mixed_precision="bf16", packing=True, length=2048)
     found, plain = (predictor.predict(case) for case in (packed, job(target=H100, mixed_precision="bf16", length=2048)))
@@ -385,7 +386,8 @@ def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_
     assert predictor.predict(replace(packed, target=turing, values=values)).attention_kernels == ("efficient",)
 
 
-@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
 def test_long_sequences_take_buffers_of_some_heads_at_a_time(packing: bool, predictor: Predictors) -> None:
     """With one head of keys, which cannot be divided, attention's backward pass holds the buffers of all."""
     shape = {**LLAMA, "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 1, "vocab_size": 300}

@@ -367,7 +367,8 @@ def free_bytes_of(free: int) -> Callable[..., int]:
     return lambda *args, **options: free
 
 
-@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), KINDS[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", KINDS[1]])
 def test_without_room_for_the_whole_model_final_holds_the_adapter_alone(
     adapter: str, recipe: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
