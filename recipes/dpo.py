@@ -2,22 +2,25 @@
 
 Use it with ``task: recipes/dpo.py:Task``, ``dataset: recipes/dpo.py:documents`` and ``dataset_options: {path: …}``.
 The tokenizer needs a chat template. With ``adapter: lora`` or ``qlora`` the reference is the model without its adapter;
-without one it is a second copy of the model. Logits of long answers are never all there.
+without one it is a second copy of the model.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 import torch.nn.functional as F
-from chat import Task as Chat  # recipes/chat.py
-from chat import beginning, common, load, message_of, templated
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from train.config import Config
 from train.extras.losses.chunked import chunked_sum
@@ -26,58 +29,69 @@ from train.model import logits_of
 from train.records import IGNORE, MicroBatch, UsageError, UserError
 from train.tasks import Scores, Tokenizer, cross_entropy_scores, load_task, pad
 
-# beta: how much it costs to move away from the reference; its default is that of TRL. The other options are chat.py's.
+# Loaded as a task's file, because 🤗 Datasets caches by the name of a module, and that of a task has a digest in it.
+chat: Any = sys.modules[load_task(f"{Path(__file__).with_name('chat.py')}:Task").__module__]
+# beta: what it costs to move away from the reference; its default is that of TRL. The other options are those of chat.
 KINDS = {"path": str, "split": str, "validation_split": (str, type(None)), "beta": (float, int)}
-ANSWERS = ("chosen", "rejected")
-
-
-def options_of(config: Config) -> dict[str, Any]:
-    """``dataset_options``; raises UsageError where they are unknown."""
-    given = {"split": "train", "validation_split": None, "beta": 0.1, **(config.data.dataset_options or {})}
-    if not all(isinstance(given.get(name), KINDS.get(name, ())) for name in {*given, "path"}) or given["beta"] <= 0:
-        raise UsageError(f"dataset_options: recipes/dpo.py takes {', '.join(KINDS)}; path is needed, and beta > 0.")
-    return given
+BETA = 0.1
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Pairs as JSON, in the column ``text``.
 
     A row has ``chosen`` and ``rejected``: two answers to its ``prompt``, each a text or messages; or two conversations
-    with the same beginning. Raises UserError for other rows; UsageError for unknown options, or a task of single texts.
+    with the same beginning, after which all is the answer. ``tools`` and a text ``system`` may come along. Raises
+    UserError for other rows; UsageError for unknown options, or a task of single texts.
     """
-    if "chosen" not in load_task(config.data.task).example_columns:
+    if "rejected" not in load_task(config.data.task).example_columns:
         raise UsageError("task: recipes/dpo.py:documents gives pairs of answers: give --task recipes/dpo.py:Task.")
-    options = options_of(config)
+    options = {"split": "train", "validation_split": None, "beta": BETA, **(config.data.dataset_options or {})}
+    are_known = all(isinstance(options.get(name), KINDS.get(name, ())) for name in {*options, "path"})
+    if not are_known or options["beta"] <= 0:
+        raise UsageError(f"dataset_options: recipes/dpo.py takes {', '.join(KINDS)}; path is needed, and beta > 0.")
     wanted = {"train": options["split"], "validation": options["validation_split"]}
-    return {name: load(options["path"], split, pair_of) for name, split in wanted.items() if split}
+    return {name: chat.load(options["path"], split, pair_of) for name, split in wanted.items() if split}
 
 
 def pair_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The ``messages`` that both answers follow, and the messages ``chosen`` and ``rejected``."""
-    if not {*ANSWERS} <= row.keys():
-        raise UserError(f"{where}: chosen and rejected are needed; the columns are {', '.join(row)}.")
-    prompt, *answers = (_messages(row.get(name), name, where) for name in ("prompt", *ANSWERS))
-    if all(answer[:1] and answer[0]["role"] != "assistant" for answer in answers):  # whole conversations
-        shared = next((n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), 0)
-        prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
-    is_pair = all(answers) and answers[0] != answers[1] and all(a[0]["role"] == "assistant" for a in answers)
-    return {"messages": prompt if is_pair else [], **dict(zip(ANSWERS, answers, strict=True))}
+    """One row's conversation up to the answers, as of chat.py, and the messages ``chosen`` and ``rejected``.
+
+    Without a preference the conversation is empty.
+    """
+    columns = f"the columns are {', '.join(row)}"
+    if not {"chosen", "rejected"} <= row.keys():
+        raise UserError(f"{where}: chosen and rejected are needed; {columns}.")
+    prompt, chosen, rejected = (_messages(row.get(name), name, where) for name in ("prompt", "chosen", "rejected"))
+    if chosen and rejected and "assistant" not in (chosen[0]["role"], rejected[0]["role"]):  # whole conversations
+        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    elif "prompt" not in row:
+        raise UserError(f"{where}: two answers without a prompt; {columns}. Name the question's column prompt.")
+    is_pair = prompt and chosen != rejected and _answers(chosen) and _answers(rejected)
+    others = {name: value for name, value in row.items() if name in ("system", "tools", "chat_template_kwargs")}
+    found = chat.conversation_of({**others, "messages": prompt}, where) if is_pair else {"messages": []}
+    return {**found, "chosen": chosen, "rejected": rejected}
 
 
 def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
-    if isinstance(found or "", str):
+    if found is None or isinstance(found, str):
         found = [{"role": "user" if name == "prompt" else "assistant", "content": found}] if found else []
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         raise UserError(f"{where}: its {name} is neither a text nor a list of messages.")
-    return [message_of(message, where) for message in found]
+    return [chat.message_of(message, where) for message in found]
 
 
-class Task(Chat):
+def _answers(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether they begin with an assistant who says or calls something."""
+    first: Mapping[str, Any] = messages[0] if messages else {"role": ""}
+    return first["role"] == "assistant" and bool(first["content"].strip() or first.keys() - chat.PLAIN)
+
+
+class Task(chat.Task):
     """An example is a pair; ``max_length`` bounds each answer with its prompt. The loss is a mean over pairs."""
 
-    title = "chat"
     headline_metric = "accuracy"
-    example_columns = (*ANSWERS, "chosen_is_target", "rejected_is_target", "length", "document_length")
+    example_columns = (*chat.Task.example_columns, "rejected", "rejected_is_target")  # the others: of the chosen one
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -85,44 +99,44 @@ class Task(Chat):
             raise UsageError("packing: the two answers of a pair have a row each. Leave it out.")
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-        """The pair, where both answers have a target left."""
+        """The pair; none where a target of both answers, or a difference, is left after ``max_length``."""
         if ids:  # of a plan, without data: answers throughout
-            found = list(super().cut(text, ids, label, tokenizer)) * 2
+            chosen = rejected = next(super().cut(text, ids, label, tokenizer))
         else:
             pair = self.conversation_in(text)
-            if not {*ANSWERS} <= pair.keys():
+            if "rejected" not in pair:
                 raise UserError("dpo: a text without chosen and rejected: give --dataset recipes/dpo.py:documents.")
-            found = [part for name in ANSWERS for part in self._answer(pair["messages"], pair[name], tokenizer)]
-        if len(found) == 2:
-            of_answers = {a + k: part[n] for a, part in zip(ANSWERS, found, strict=True) for k, n in COLUMNS.items()}
-            yield of_answers | {name: max(part[name] for part in found) for name in ("length", "document_length")}
+            chosen, rejected = (self._example_of(pair, pair[name], tokenizer) for name in ("chosen", "rejected"))
+            if not chosen or not rejected or np.array_equal(chosen["tokens"], rejected["tokens"]):
+                return
+        lengths = {name: max(chosen[name], rejected[name]) for name in ("length", "document_length")}
+        yield {**chosen, **lengths, "rejected": rejected["tokens"], "rejected_is_target": rejected["is_target"]}
 
-    def _answer(self, prompt: list[Any], answer: list[Any], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-        """The prompt and one answer, all of whose tokens are targets."""
-        history, before = (templated(tokenizer, prompt, asks) for asks in (False, True))
-        after = templated(tokenizer, [*prompt, *answer], False)
-        start = common(before, after)
-        if start < common(before, history.rstrip()):
+    def _example_of(self, pair: Mapping[str, Any], answer: list[Any], tokenizer: Tokenizer) -> dict[str, Any] | None:
+        """The prompt and an answer, all of whose tokens are targets."""
+        others = {"tools": pair.get("tools") or None, **(pair.get("chat_template_kwargs") or {})}
+        history, before = (chat.templated(tokenizer, pair["messages"], asks, **others) for asks in (False, True))
+        after = chat.templated(tokenizer, [*pair["messages"], *answer], False, **others)
+        start = chat.common(before, after)
+        if start < chat.common(before, history.rstrip()):
             what = "dpo: the tokenizer's template writes a prompt in another way once it is answered"
-            raise UserError(f"{what}: change the template. {beginning(prompt)}")
-        return self._example(after, [(start, len(after))], tokenizer)
+            raise UserError(f"{what}: change the template. {chat.beginning(pair['messages'])}")
+        return next(self._example(after, [(start, len(after))], tokenizer), None)
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """Inputs (B, S) of both answers, and the tokens that each has to predict; a label (B,) for each pair."""
-        answers = [{n: example[a + k] for k, n in COLUMNS.items()} for a in ANSWERS for example in examples]
-        rows, targets = zip(*(self.inputs_and_labels(answer, seed) for answer in answers), strict=True)
-        made = {"ids": pad(rows, pad_id), "targets": pad(targets, IGNORE)}
-        halves = {kind: both.chunk(2) for kind, both in made.items()}
-        inputs = {f"{name}_{kind}": half[n] for kind, half in halves.items() for n, name in enumerate(ANSWERS)}
-        inputs["input_ids"] = inputs.pop("chosen_ids")  # by which the shape of a batch is known
-        ids, labels = tuple(int(example["id"]) for example in examples), torch.ones(len(examples), dtype=torch.long)
-        return MicroBatch(inputs, labels, len(ids), ids, sum(map(len, rows[: len(ids)])))  # of the chosen ones
+        """Tokens (B, S) of both answers, and those that each has to predict; a label (B,) for each pair."""
+        others = [{"tokens": e["rejected"], "is_target": e["rejected_is_target"]} for e in examples]
+        rows, targets = zip(*(self.inputs_and_labels(answer, seed) for answer in (*examples, *others)), strict=True)
+        chosen, rejected = pad(rows, pad_id).chunk(2)
+        inputs = {"input_ids": chosen, "rejected_ids": rejected}
+        inputs["targets"], inputs["rejected_targets"] = pad(targets, IGNORE).chunk(2)
+        size, ids = len(examples), tuple(int(example["id"]) for example in examples)
+        return MicroBatch(inputs, torch.ones(size, dtype=torch.long), size, ids, sum(map(len, rows[:size])))
 
     def change_loss(self, model: Any) -> None:
         """−log σ(β · (gain of chosen − gain of rejected)), where a gain is log p of an answer − the reference's."""
-        network: Any = model.model
-        beta, is_chunked = options_of(self.config)["beta"], obstacle_to_chunks(network) is None
-        if is_chunked:
+        network, beta = model.model, (self.data.dataset_options or {}).get("beta", BETA)
+        if is_chunked := obstacle_to_chunks(network) is None:
             head_of(network).__class__ = LossHead
         adapters = [module for module in network.modules() if hasattr(module, "base_layer")]  # peft's
         if not adapters:
@@ -131,8 +145,8 @@ class Task(Chat):
 
         def loss_of(module: Any, inputs: dict[str, Tensor], labels: Tensor, scored: bool, num_targets: Any) -> Any:
             ids = torch.cat([inputs["input_ids"], inputs["rejected_ids"]])
-            targets = torch.cat([inputs["chosen_targets"], inputs["rejected_targets"]])
-            with torch.no_grad(), without(adapters):
+            targets = torch.cat([inputs["targets"], inputs["rejected_targets"]])
+            with torch.no_grad(), as_reference(network, adapters):
                 before = log_p(getattr(module, "reference", module.model), ids, targets, is_chunked)
             gains = log_p(module.model, ids, targets, is_chunked) - before
             chosen, rejected = (beta * gains).chunk(2)
@@ -144,24 +158,24 @@ class Task(Chat):
     def metrics(self, table: Any, examples: Any, label_names: Sequence[str]) -> dict[str, Any]:
         """The share of pairs whose chosen answer gained more, and the gains times β, which are called rewards."""
         metrics = super().metrics(table, examples, label_names)
-        chosen, rejected = table[:, 6:8].mean(0)
+        chosen, rejected = table[:, 6:8].mean(0)  # the counts of the scores
         kept = {name: metrics[name] for name in ("loss", "accuracy")}
         return {**kept, "margin": chosen - rejected, "reward_chosen": chosen, "reward_rejected": rejected}
 
 
-COLUMNS = {"": "tokens", "_is_target": "is_target"}  # of a pair, by the name that chat.py's examples have
-
-
 @contextmanager
-def without(adapters: Sequence[Any]) -> Iterator[None]:
-    """Inside, the model is as it was before ``adapters`` were added."""
-    for layer in adapters:
-        layer.enable_adapters(False)
+def as_reference(network: Any, adapters: Sequence[Any]) -> Iterator[None]:
+    """Inside, ``network`` is as it was before ``adapters`` were added, without dropout."""
+    was_training = network.training
     try:
+        network.eval()
+        for layer in adapters:
+            layer._disable_adapters = True  # enable_adapters(False) would also freeze them, which checkpoints go by
         yield
     finally:
+        network.train(was_training)
         for layer in adapters:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def log_p(network: Any, ids: Tensor, targets: Tensor, is_chunked: bool) -> Tensor:
@@ -170,6 +184,10 @@ def log_p(network: Any, ids: Tensor, targets: Tensor, is_chunked: bool) -> Tenso
         return -cross_entropy_scores(logits_of(network(input_ids=ids)), targets).loss_sums
 
     def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return -torch.stack([chunked_sum(row, weight, bias, own) for row, own in zip(hidden, targets, strict=True)])
+        arguments = [(row, weight, bias, own) for row, own in zip(hidden, targets, strict=True)]
+        if weight.requires_grad:  # without a checkpoint each row would keep a gradient of the whole weight
+            options: dict[str, Any] = {"use_reentrant": True, "preserve_rng_state": False}
+            return -torch.stack([checkpoint(chunked_sum, *each, **options) for each in arguments])
+        return -torch.stack([chunked_sum(*each) for each in arguments])
 
     return logits_of(answered(network, {"input_ids": ids}, answer))

@@ -37,7 +37,6 @@ def say(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    load_recipe("chat")  # which it imports
     return load_recipe("dpo")
 
 
@@ -66,7 +65,19 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
     ],
 )
 def test_pairs_are_read_in_the_forms_that_data_sets_have(recipe: ModuleType, row: dict[str, Any]) -> None:
-    assert recipe.pair_of(row, "row 1") == {"messages": [ASK], "chosen": [say("2")], "rejected": [say("3")]}
+    found = {name: value for name, value in recipe.pair_of(row, "row 1").items() if value}
+    assert found == {"messages": [ASK], "chosen": [say("2")], "rejected": [say("3")]}
+
+
+def test_tools_and_a_system_text_come_along(recipe: ModuleType, tokenizer: Any) -> None:
+    row = {"prompt": "two?", "chosen": "2", "rejected": "3", "system": "be brief", "tools": '[{"name": "f"}]'}
+    found = recipe.pair_of(row, "row 1")
+    assert found["messages"] == [{"role": "system", "content": "be brief"}, ASK] and found["tools"] == [{"name": "f"}]
+    tokenizer.chat_template = "{{ tools | length if tools else 0 }}" + CHATML
+    [example] = task_of(recipe).cut(json.dumps(found), [], None, tokenizer)
+    for name, said in (("tokens", "2"), ("rejected", "3")):
+        shown = f"1<|system|>be brief<|end|><|user|>two?<|end|><|assistant|>{said}<|end|>"
+        assert tokenizer.decode(example[name]) == shown
 
 
 @pytest.mark.parametrize(
@@ -77,6 +88,7 @@ def test_pairs_are_read_in_the_forms_that_data_sets_have(recipe: ModuleType, row
         {"prompt": "", "chosen": "2", "rejected": "3"},
         {"chosen": [ASK, say("2")], "rejected": [{**ASK, "content": "three?"}, say("3")]},
         {"chosen": [ASK, say("2")], "rejected": [ASK]},
+        {"prompt": "two?", "chosen": [say("2")], "rejected": [say(" ")]},
     ],
 )
 def test_without_a_preference_there_is_no_pair(recipe: ModuleType, row: dict[str, Any]) -> None:
@@ -89,11 +101,12 @@ def test_the_targets_are_the_answers_and_what_ends_them(recipe: ModuleType, toke
     batch = task.collate(examples, (0,), 7)
     assert batch.labels.tolist() == [1] and batch.num_targets == 1 and batch.num_tokens == 8
     assert batch.inputs["input_ids"].shape == batch.inputs["rejected_ids"].shape == batch.shape == (1, 12)
-    for name, shown in (("chosen", "2<|end|>"), ("rejected", "three,")):
-        targets = batch.inputs[f"{name}_targets"][0]
+    for name, shown in (("targets", "2<|end|>"), ("rejected_targets", "three,")):
+        targets = batch.inputs[name][0]
         assert tokenizer.decode(targets[targets != IGNORE]) == shown
     assert examples[0]["document_length"] == len("<two?<<three, four, five<") - 1  # each mark is one token
     assert list(task.cut(pair("a" * 40, "2", "3"), [], None, tokenizer)) == []  # nothing of the answers is left
+    assert list(task.cut(pair("two?", "a" * 40, "a" * 50), [], None, tokenizer)) == []  # nor of what they differ in
 
 
 def logs_by_hand(network: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -128,7 +141,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(
     examples = [{**e, "id": n} for n, text in enumerate(texts) for e in task.cut(text, [], None, tokenizer)]
     batch = task.collate(examples, (0,), 1)
     chosen, rejected = (batch.inputs[name] for name in ("input_ids", "rejected_ids"))
-    targets = [batch.inputs[f"{name}_targets"] for name in ("chosen", "rejected")]
+    targets = [batch.inputs[name] for name in ("targets", "rejected_targets")]
     gains = [
         logs_by_hand(network, ids, own) - logs_by_hand(start, ids, own).detach()
         for ids, own in zip((chosen, rejected), targets, strict=True)
@@ -137,12 +150,37 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(
     by_hand = torch.autograd.grad(expected.sum(), trained)
     loss = model(batch.inputs, batch.labels, num_targets=batch.num_targets)
     torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-5, atol=0)
-    for found, wanted in zip(torch.autograd.grad(loss, trained), by_hand, strict=True):
+    loss.backward()
+    for parameter, wanted in zip(trained, by_hand, strict=True):
+        found = parameter.grad
+        assert found is not None
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5 * float(wanted.abs().max()))
     scores = model(batch.inputs, batch.labels, scored=True)
     torch.testing.assert_close(scores.loss_sums.double(), expected, rtol=1e-5, atol=0)
     assert scores.predictions.tolist() == (gains[0] > gains[1]).long().tolist()
     torch.testing.assert_close(scores.counts[0].double(), 0.3 * gains[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_reference_has_no_dropout(
+    recipe: ModuleType, tokenizer: Any, adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
+    network = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, embd_pdrop=0.5))
+    if adapter:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["c_proj"], fan_in_fan_out=True), network)
+    task, model = task_of(recipe), ModelWithLoss(network)
+    task.change_loss(model)
+    [example] = task.cut(pair("two?", "2, or so", "three"), [], None, tokenizer)
+    batch, seen = task.collate([{**example, "id": 0}], (0,), 1), []
+    real = recipe.log_p
+    monkeypatch.setattr(recipe, "log_p", lambda *arguments: seen.append(real(*arguments)) or seen[-1])
+    model.train()
+    for _ in range(2):
+        model(batch.inputs, batch.labels)
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3]) and network.training
 
 
 @pytest.fixture
@@ -197,12 +235,23 @@ def test_a_run_learns_what_is_preferred_as_predicted_and_resumes_exactly(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_learn_what_one_does(flags: list[str], kind: str, tmp_path: Path, run_main: Run) -> None:
-    assert main([*flags, "--output_dir", str(tmp_path / "one")]) == EXIT_DONE
-    launch = ("accelerate", "launch", "--config_file", f"accelerate_configs/{kind}.yaml", "--num_processes", "2")
-    both = *flags, "--micro_batch_size", 2, "--output_dir", tmp_path / "two"
+@pytest.mark.parametrize("adapter", [(), ("--adapter", "lora")])
+def test_two_ranks_learn_what_one_does(
+    flags: list[str], kind: str, adapter: tuple[str, ...], tmp_path: Path, run_main: Run
+) -> None:
+    """Also where shards stay gathered after the forward, in which the adapter was off."""
+    assert main([*flags, *adapter, "--output_dir", str(tmp_path / "one")]) == EXIT_DONE
+    file = Path(ROOT, "accelerate_configs", f"{kind}.yaml").read_text()
+    (tmp_path / "launch.yaml").write_text(file.replace("reshard_after_forward: true", "reshard_after_forward: false"))
+    launch = ("accelerate", "launch", "--config_file", str(tmp_path / "launch.yaml"), "--num_processes", "2")
+    both = *flags, *adapter, "--micro_batch_size", 2, "--output_dir", tmp_path / "two"
     done = run_main(*both, prefix=(*launch, "--main_process_port", "0"))
     assert done.returncode == EXIT_DONE, done.stderr
+    if adapter:
+        one, two = (load_file(tmp_path / name / "final/adapter/adapter_model.safetensors") for name in ("one", "two"))
+        assert one.keys() == two.keys() and len(one) == 2 * 2 * 7  # A and B of 7 matrices in 2 layers
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
     one, two = (
         [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if row["kind"] == "train"]
         for name in ("one", "two")
@@ -247,6 +296,10 @@ def test_a_row_without_answers_and_a_template_that_rewrites_prompts_are_named(
 ) -> None:
     with pytest.raises(UserError, match=re.escape("row 3: chosen and rejected are needed; the columns are question.")):
         recipe.pair_of({"question": "two?"}, "row 3")
+    with pytest.raises(
+        UserError, match="row 3: two answers without a prompt; the columns are question, chosen, reject"
+    ):
+        recipe.pair_of({"question": "two?", "chosen": "2", "rejected": "3"}, "row 3")
     with pytest.raises(UserError, match="row 3: its chosen is neither a text nor a list of messages"):
         recipe.pair_of({"prompt": "two?", "chosen": 2, "rejected": "3"}, "row 3")
     with pytest.raises(UserError, match="a text without chosen and rejected: give --dataset recipes/dpo"):
