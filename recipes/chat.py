@@ -66,7 +66,7 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
 
 
 def load(path: str, split: str, read: Callable[[Mapping[str, Any], str], dict[str, Any]]) -> datasets.Dataset:
-    """What ``read`` makes of each row of a split, which it is told with its number, as JSON in the column ``text``."""
+    """Rows of a split as JSON in the column ``text``, as ``read(row, where)`` gives them; empty without messages."""
     file = Path(path).expanduser()
     try:
         if file.is_file():  # all of it is its split train

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class Task(chat.Task):
         def loss_of(module: Any, inputs: dict[str, Tensor], labels: Tensor, scored: bool, num_targets: Any) -> Any:
             ids = torch.cat([inputs["input_ids"], inputs["rejected_ids"]])
             targets = torch.cat([inputs["targets"], inputs["rejected_targets"]])
-            with torch.no_grad(), as_reference(network, adapters):
+            with torch.no_grad(), as_reference(network, adapters) if adapters else nullcontext():
                 before = log_p(getattr(module, "reference", module.model), ids, targets, is_chunked)
             gains = log_p(module.model, ids, targets, is_chunked) - before
             chosen, rejected = (beta * gains).chunk(2)

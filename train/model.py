@@ -22,7 +22,8 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.loss_sum, self.scores = task.loss_sum, task.scores
         self.tie_weights = getattr(model, "tie_weights", list)  # accelerate calls it after loading weights
-        self.loss_in_head: Callable[..., Any] | None = None  # set by a task or an extra: of this module and forward's
+        # Set by a task or an extra: called in place of forward, with this module and forward's arguments.
+        self.loss_in_head: Callable[..., Any] | None = None
 
     def forward(
         self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None

@@ -61,7 +61,7 @@ class LossInHead:
 
 
 def answered(model: nn.Module, inputs: Mapping[str, Any], answer: Callable[..., Tensor]) -> Any:
-    """The output of ``model``, for logits what ``answer`` makes of hidden states (..., H), weight (V, H), bias (V,)."""
+    """The output of ``model``, with ``answer(hidden (..., H), weight (V, H), bias (V,))`` in place of its logits."""
     with patch.object(_asked, "answer", answer, create=True):
         return model(**inputs)
 
