@@ -87,6 +87,15 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> bool:
     return first["role"] == "assistant" and bool(first["content"].strip() or first.keys() - chat.PLAIN)
 
 
+class Column(int):
+    """A number that stays on the host, where shapes are decided, when the tensors of a batch are moved."""
+
+    def to(self, *_: Any, **__: Any) -> Column:
+        return self
+
+    pin_memory = to
+
+
 class Task(chat.Task):
     """An example is a pair; ``max_length`` bounds each answer with its prompt. The loss is a mean over pairs."""
 
@@ -124,12 +133,16 @@ class Task(chat.Task):
         return next(self._example(after, [(start, len(after))], tokenizer), None)
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """Tokens (B, S) of both answers, and those that each has to predict; a label (B,) for each pair."""
+        """Tokens (B, S) of both answers, and those that each has to predict; a label (B,) for each pair.
+
+        Before the column ``start`` no row has a target: the head leaves the prompt out.
+        """
         others = [{"tokens": e["rejected"], "is_target": e["rejected_is_target"]} for e in examples]
         rows, targets = zip(*(self.inputs_and_labels(answer, seed) for answer in (*examples, *others)), strict=True)
-        chosen, rejected = pad(rows, pad_id).chunk(2)
-        inputs = {"input_ids": chosen, "rejected_ids": rejected}
-        inputs["targets"], inputs["rejected_targets"] = pad(targets, IGNORE).chunk(2)
+        (chosen, rejected), padded = pad(rows, pad_id).chunk(2), pad(targets, IGNORE)
+        inputs: dict[str, Any] = {"input_ids": chosen, "rejected_ids": rejected}
+        inputs["targets"], inputs["rejected_targets"] = padded.chunk(2)
+        inputs["start"] = Column((padded != IGNORE).any(0).int().argmax())
         size, ids = len(examples), tuple(int(example["id"]) for example in examples)
         return MicroBatch(inputs, torch.ones(size, dtype=torch.long), size, ids, sum(map(len, rows[:size])))
 
@@ -145,7 +158,8 @@ class Task(chat.Task):
 
         def loss_of(module: Any, inputs: dict[str, Tensor], labels: Tensor, scored: bool, num_targets: Any) -> Any:
             ids = torch.cat([inputs["input_ids"], inputs["rejected_ids"]])
-            targets = torch.cat([inputs["targets"], inputs["rejected_targets"]])
+            start = inputs.get("start", 0)
+            targets = torch.cat([inputs["targets"], inputs["rejected_targets"]])[:, start:]
             with torch.no_grad(), as_reference(network, adapters) if adapters else nullcontext():
                 before = log_p(getattr(module, "reference", module.model), ids, targets, is_chunked)
             gains = log_p(module.model, ids, targets, is_chunked) - before
@@ -179,12 +193,13 @@ def as_reference(network: Any, adapters: Sequence[Any]) -> Iterator[None]:
 
 
 def log_p(network: Any, ids: Tensor, targets: Tensor, is_chunked: bool) -> Tensor:
-    """(N,) the log probability of each row's ``targets`` (N, S) after ``ids`` (N, S)."""
+    """(N,) the log probability of each row's ``targets`` (N, T), which are those of the last T of ``ids`` (N, S)."""
+    start = ids.shape[1] - targets.shape[1]
     if not is_chunked:
-        return -cross_entropy_scores(logits_of(network(input_ids=ids)), targets).loss_sums
+        return -cross_entropy_scores(logits_of(network(input_ids=ids))[:, start:], targets).loss_sums
 
     def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        arguments = [(row, weight, bias, own) for row, own in zip(hidden, targets, strict=True)]
+        arguments = [(row, weight, bias, own) for row, own in zip(hidden[:, start:], targets, strict=True)]
         if weight.requires_grad:  # without a checkpoint each row would keep a gradient of the whole weight
             options: dict[str, Any] = {"use_reentrant": True, "preserve_rng_state": False}
             return -torch.stack([checkpoint(chunked_sum, *each, **options) for each in arguments])

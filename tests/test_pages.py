@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,26 @@ def test_flags_on_the_page_exist() -> None:
 def test_files_on_the_page_exist() -> None:
     for path in {*re.findall(r"accelerate_configs/\w+\.yaml|scripts/\w+\.py", PAGE)}:
         assert (ROOT / path).is_file(), path
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link to a heading of ``page`` may name: GitHub's words, without punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    shown = (re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in shown}
+
+
+def test_links_lead_to_files_and_headings_that_there_are() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    links = [(page, to) for page in pages for to in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))]
+    own = [(page, *to.partition("#")[::2]) for page, to in links if "://" not in to]
+    lost = []
+    for page, file, heading in own:
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (heading and heading not in anchors_of(target)):
+            lost.append((page.name, f"{file}#{heading}"))
+    assert len(own) > 200 and sum(bool(heading) for *_, heading in own) > 20
+    assert lost == []
 
 
 def test_defaults_of_the_core_on_the_page_of_the_loop_are_those_of_the_code() -> None:

@@ -118,7 +118,7 @@ def logs_by_hand(network: Any, ids: torch.Tensor, targets: torch.Tensor) -> torc
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize(("kind", "is_chunked"), [("llama", True), ("gemma2", False)])  # which caps its logits
 def test_the_loss_and_its_gradient_are_those_of_the_paper(
-    recipe: ModuleType, tokenizer: Any, kind: str, is_chunked: bool, adapter: bool
+    recipe: ModuleType, tokenizer: Any, kind: str, is_chunked: bool, adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, head_dim=16, vocab_size=300)
@@ -148,8 +148,13 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(
     ]
     expected = -torch.nn.functional.logsigmoid(0.3 * (gains[0] - gains[1]))
     by_hand = torch.autograd.grad(expected.sum(), trained)
+    in_head: list[int] = []
+    original = recipe.chunked_sum
+    monkeypatch.setattr(recipe, "chunked_sum", lambda row, *rest: in_head.append(len(row)) or original(row, *rest))
     loss = model(batch.inputs, batch.labels, num_targets=batch.num_targets)
     torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-5, atol=0)
+    prompt = len("<two?<<")  # the shorter one; its last mark predicts the answer
+    assert set(in_head) == ({batch.shape[1] - prompt + 1} if is_chunked else set())
     loss.backward()
     for parameter, wanted in zip(trained, by_hand, strict=True):
         found = parameter.grad
