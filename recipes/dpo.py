@@ -87,10 +87,10 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> bool:
     return first["role"] == "assistant" and bool(first["content"].strip() or first.keys() - chat.PLAIN)
 
 
-class Column(int):
-    """A number that stays on the host, where shapes are decided, when the tensors of a batch are moved."""
+class HostNumber(int):
+    """A number in a batch that stays on the host, where shapes are decided; a rehearsal leaves it out."""
 
-    def to(self, *_: Any, **__: Any) -> Column:
+    def to(self, *_: Any, **__: Any) -> HostNumber:
         return self
 
     pin_memory = to
@@ -135,14 +135,14 @@ class Task(chat.Task):
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Tokens (B, S) of both answers, and those that each has to predict; a label (B,) for each pair.
 
-        Before the column ``start`` no row has a target: the head leaves the prompt out.
+        Before the position ``start`` no row has a target: the head leaves the prompt out.
         """
         others = [{"tokens": e["rejected"], "is_target": e["rejected_is_target"]} for e in examples]
         rows, targets = zip(*(self.inputs_and_labels(answer, seed) for answer in (*examples, *others)), strict=True)
         (chosen, rejected), padded = pad(rows, pad_id).chunk(2), pad(targets, IGNORE)
         inputs: dict[str, Any] = {"input_ids": chosen, "rejected_ids": rejected}
         inputs["targets"], inputs["rejected_targets"] = padded.chunk(2)
-        inputs["start"] = Column((padded != IGNORE).any(0).int().argmax())
+        inputs["start"] = HostNumber((padded != IGNORE).any(0).int().argmax())
         size, ids = len(examples), tuple(int(example["id"]) for example in examples)
         return MicroBatch(inputs, torch.ones(size, dtype=torch.long), size, ids, sum(map(len, rows[:size])))
 
@@ -156,7 +156,7 @@ class Task(chat.Task):
             model.reference = reference = copy.deepcopy(network).requires_grad_(False).eval()
             reference.train = lambda mode=True: reference  # no dropout in it, also where the model trains
 
-        def loss_of(module: Any, inputs: dict[str, Tensor], labels: Tensor, scored: bool, num_targets: Any) -> Any:
+        def loss_of(module: Any, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: Any) -> Any:
             ids = torch.cat([inputs["input_ids"], inputs["rejected_ids"]])
             start = inputs.get("start", 0)
             targets = torch.cat([inputs["targets"], inputs["rejected_targets"]])[:, start:]

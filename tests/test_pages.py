@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import ROOT
 
+from scripts.benchmarks import preferences
 from train.config import CORE, fields
 
 PAGE = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
@@ -132,6 +133,21 @@ def test_rows_of_a_table_are_those_of_the_page_that_it_cites(page: str, results:
     after = text.split(f"](../results/{results}.md)")[1].split("| --- ")[1].split("\n\n")[0].splitlines()[1:]
     cited = (ROOT / "docs" / "results" / f"{results}.md").read_text(encoding="utf-8").splitlines()
     assert len(after) == rows and set(after) <= set(cited)
+
+
+def test_the_comparison_with_trl_is_that_of_its_results() -> None:
+    found = found_in("preferences-cpu")
+    text = (ROOT / "docs" / "results" / "preferences-cpu.md").read_text(encoding="utf-8")
+    assert preferences.is_equal_work(found) and text == preferences.page(found)
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8").split("## Against TRL's DPOTrainer")[1]
+    for kind, rows in found["results"].items():
+        for who, row in rows.items():
+            name = f"TRL's DPOTrainer {found['trl']}" if who == preferences.TRL else "`recipes/dpo.py`"
+            share, time = row["peak_bytes"] / rows[preferences.TRL]["peak_bytes"], row["time_ratio"]["median"]
+            assert f"| {name} | {kind} | {row['peak_bytes'] / 2**20:,.0f} | {share:.2f} | {time:.2f} |" in page
+    load = found["workload"]
+    said = f"prompts of {load['length'] - load['answer']:,} tokens and answers of {load['answer']:,}"
+    assert said in words_of("long_sequences.md")
 
 
 def test_seconds_of_a_prediction_are_those_measured() -> None:

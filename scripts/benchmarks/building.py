@@ -212,6 +212,7 @@ def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -
     from train.extras.hardware import resolve_precision, set_up_device
     from train.launch import accelerator_options
 
+    reset_accelerate()  # an earlier Accelerator may have had another precision
     device = training_device()
     precision, _ = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     set_up_device(device, launch, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -65,6 +65,22 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         with patch("train.loop.evaluate", no_evaluation):
             fit(run, parts, Progress())
         run.outputs.bar.close()
+
+
+def run_main(words: Sequence[str], tick: Callable[[], object]) -> int:
+    """The exit status of a whole run of ``main.py`` in this process; ``tick`` is called before and after each step."""
+    from train.main import main
+    from train.outputs import Outputs
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            tick()
+            return original(*args)
+
+        return call
+
+    with patch.multiple(Outputs, begin=watched(Outputs.begin), tick=watched(Outputs.tick)):
+        return main(list(words))
 
 
 def _watched_outputs(config: Config, accelerator: Any, tick: Callable[[int], None]) -> Any:

@@ -5,13 +5,14 @@ and time.
     python scripts/benchmarks/preferences.py --write     # two answers of 4,096 tokens; 15 minutes on two cores
 
 Weights, pairs, steps, optimizer and precision are the same; each runs in a process of its own, in random order within a
-round. Ratios are taken within a round. Both begin at a loss of log 2, and with the whole model all later losses have to
-agree; adapters begin at random. Peak memory is traced from the allocator in separate runs.
+round. Ratios are taken within a round. Both begin at a loss of log 2, and all later losses have to agree; those of
+adapters, which begin at random, roughly. On a CPU, peak memory is traced from the allocator in separate runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import statistics
@@ -26,20 +27,24 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.benchmarks import building, harness
+from scripts.benchmarks import building, harness, looping
 from scripts.benchmarks.harness import spread
 from train.figures import several
 
 TEMPLATE, TRL = "template", "DPOTrainer"
 KINDS = {"whole model": "none", "LoRA": "lora"}
-TOLERANCE = 1e-3
-"""Largest relative difference of the losses in fp32: sums are taken in another order, and steps amplify it."""
-LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM, BETA = 1e-4, 0.1, 1.0, 0.1
+TOLERANCE = {"none": 1e-3, "lora": 3e-2}
+"""Largest difference of the losses in fp32, relative to them or to 0.1: sums are taken in another order, and steps
+amplify it."""
+LEARNING_RATES = {"none": 1e-6, "lora": 1e-4}
+"""With which the losses fall, but not to zero."""
+WEIGHT_DECAY, MAX_GRAD_NORM, BETA = 0.1, 1.0, 0.1
 LORA_RANK, LORA_ALPHA = 16, 32
-WARMUP_STEPS = 1
+WARMUP_STEPS = 2
 CHAT = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -60,7 +65,7 @@ class Options(harness.Options):
     """A multiple of 64."""
     layers: int = 4
     steps: int = 2
-    """Measured steps of each run, of one pair each, after one to warm up."""
+    """Measured steps of each run, of one pair each, after two to warm up."""
     rounds: int = 3
 
 
@@ -97,6 +102,7 @@ class Workload:
             "num_hidden_layers": self.layers,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
+            "max_position_embeddings": self.length,
             "tie_word_embeddings": True,
             "vocab_size": self.vocab_size,
         }
@@ -130,8 +136,8 @@ def write_tokenizer(folder: Path) -> None:
 def run_template(load: Workload, adapter: str, folder: Path) -> tuple[list[float], list[float]]:
     """Seconds and losses of the steps of a run of ``main.py``."""
     from train.figures import read_metrics
-    from train.main import main
 
+    ends: list[float] = []
     flags: dict[str, Any] = {
         "task": "recipes/dpo.py:Task",
         "dataset": "recipes/dpo.py:documents",
@@ -145,24 +151,33 @@ def run_template(load: Workload, adapter: str, folder: Path) -> tuple[list[float
         "micro_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "max_steps": load.total_steps,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": LEARNING_RATES[adapter],
         "lr_scheduler": "constant",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "mixed_precision": "no",
+        "tf32": False,
+        "measure_memory": building.training_device().type == "cpu",  # on a card it resets the peaks that are read here
+        "merge_adapter": False,
         "log_every_steps": 1,
         "output_dir": folder / "template",
     }
-    if adapter != "none":
+    if adapter == "none":
+        del flags["merge_adapter"]
+    else:
         flags |= {"adapter": adapter, "lora_rank": LORA_RANK, "lora_alpha": LORA_ALPHA}
-    if status := main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]):
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    if status := looping.run_main(words, lambda: ends.append(now())):
         raise SystemExit(f"the template's run ended with status {status}")
-    rows = [row for row in read_metrics(folder / "template" / "metrics.jsonl") if row["kind"] == "train"]
-    return [row["seconds_per_step"] for row in rows], [row["loss"] for row in rows]
+    rows = read_metrics(folder / "template" / "metrics.jsonl")
+    return seconds_between(ends), [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 def run_trl(load: Workload, adapter: str, folder: Path) -> tuple[list[float], list[float]]:
-    """The same of a run of DPOTrainer, which also computes what it logs: accuracy and entropy of the answers."""
+    """The same of a run of DPOTrainer, whose head also computes accuracy, entropy and mean logits of the answers.
+
+    It leaves the prompt out, which it otherwise does on cards alone.
+    """
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
@@ -172,10 +187,10 @@ def run_trl(load: Workload, adapter: str, folder: Path) -> tuple[list[float], li
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())
 
     on_cpu = building.training_device().type == "cpu"
     arguments = DPOConfig(
@@ -187,7 +202,7 @@ def run_trl(load: Workload, adapter: str, folder: Path) -> tuple[list[float], li
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
         max_steps=load.total_steps,
-        learning_rate=LEARNING_RATE,
+        learning_rate=LEARNING_RATES[adapter],
         lr_scheduler_type="constant",
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
@@ -204,9 +219,18 @@ def run_trl(load: Workload, adapter: str, folder: Path) -> tuple[list[float], li
     rows = Dataset.from_list(load.rows()[: load.total_steps])
     given = {"args": arguments, "train_dataset": rows, "callbacks": [Clock()]}
     trainer = DPOTrainer(str(folder / "model"), **given, peft_config=None if adapter == "none" else lora)
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return [after - before for before, after in pairwise(ends)], losses
+    with patch("trl.trainer.utils._use_triton", lambda device: True):
+        trainer.train()
+    return seconds_between(ends), [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def now() -> float:
+    harness.synchronize()
+    return time.perf_counter()
+
+
+def seconds_between(ends: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(ends)]
 
 
 RUNS = {TEMPLATE: run_template, TRL: run_trl}
@@ -232,6 +256,7 @@ def measure(
         config = transformers.AutoConfig.for_model(**load.model_config())
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
         traces = trace_memory and not on_cuda
+        gc.collect()
         with harness.traced_allocations() if traces else contextlib.nullcontext() as traced:
             seconds, losses = RUNS[who](load, adapter, folder)
     peak = torch.cuda.max_memory_allocated() if on_cuda else traced.peak_bytes if traced else 0
@@ -284,12 +309,12 @@ def compare(runs: dict[str, Callable[..., Measurement]], load: Workload, options
 
 
 def is_equal_work(found: dict[str, Any]) -> bool:
-    """Whether all losses of the whole model, and the first of adapters, are those of DPOTrainer."""
-    compared: list[tuple[float, float]] = []
-    for kind, rows in found["results"].items():
-        pairs = list(zip(rows[TEMPLATE]["losses"], rows[TRL]["losses"], strict=True))
-        compared += pairs if KINDS[kind] == "none" else pairs[:1]
-    return all(abs(ours / theirs - 1) <= TOLERANCE for ours, theirs in compared)
+    """Whether all losses are those of DPOTrainer."""
+    return all(
+        abs(ours - theirs) <= TOLERANCE[KINDS[kind]] * max(ours, theirs, 0.1)
+        for kind, rows in found["results"].items()
+        for ours, theirs in zip(rows[TEMPLATE]["losses"], rows[TRL]["losses"], strict=True)
+    )
 
 
 TABLE = harness.Table(
@@ -324,9 +349,12 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"- A Llama of hidden {load.hidden_size}, {load.layers} layers, vocabulary {load.vocab_size:,}; a pair of "
         f"2 × {load.length:,} tokens per step, of which {load.answer:,} are the answer's; fp32, full checkpointing; "
-        f"{several(found['rounds'], 'round')} of {load.steps} steps after one. LoRA: rank {LORA_RANK}, all linear "
-        "layers.",
-        f"- The losses of the steps {agreement}; adapters begin at random, so only their first loss is compared.",
+        f"{several(found['rounds'], 'round')} of {load.steps} steps after {WARMUP_STEPS}. LoRA: rank {LORA_RANK}, all "
+        "linear layers.",
+        f"- The losses of the steps {agreement}, those of adapters, which begin at random, within "
+        f"{100 * TOLERANCE['lora']:.0f} %.",
+        "- On a CPU, DPOTrainer's head takes tiles of 4,096 positions and 32,768 entries, in several tensors; on a "
+        "card a Triton kernel takes one. It is made to leave the prompt out here as it does there.",
         f"- {harness.machine_line(found)}.",
         "",
     ]

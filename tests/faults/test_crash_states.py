@@ -249,8 +249,10 @@ def test_every_crash_state(crashes: Callable[[str], Crashes], variant: str, tmp_
     states = list(its.recording.states(randomly=40))
     print(f"{variant}: {len(states)} states, {len({visible(state.tree) for state in states})} without hidden files")
     assert len(states) >= 4000
-    assert_sound(its, states if os.environ.get("KILLS") == "all" else random.Random(1).sample(states, len(states) // 6))
-    for state in random.Random(0).sample(states, 20 if os.environ.get("KILLS") == "all" else 5):
+    assert_sound(
+        its, states if os.environ.get("KILLS") == "all" else random.Random(1).sample(states, len(states) // 12)
+    )
+    for state in random.Random(0).sample(states, 20 if os.environ.get("KILLS") == "all" else 3):
         its.end(state, tmp_path / "logs")
 
 

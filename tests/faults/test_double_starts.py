@@ -19,7 +19,7 @@ from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 SECONDS_TO_START = 0.3
-TENS = 5 if os.environ.get("KILLS") == "all" else 1
+FIVES = 10 if os.environ.get("KILLS") == "all" else 1
 
 
 def begin_at(moment: float) -> Fault:
@@ -52,7 +52,7 @@ def start_twice(its: tuple[Any, ...], folder: Path) -> None:
     ("times", "folders"),
     [
         pytest.param(1, ["killed"], id="once"),
-        *(pytest.param(10, ["new", "killed"], marks=pytest.mark.slow, id=f"more {n}") for n in range(TENS)),
+        *(pytest.param(5, ["new", "killed"], marks=pytest.mark.slow, id=f"more {n}") for n in range(FIVES)),
     ],
 )
 def test_started_twice_at_once(tmp_path: Path, times: int, folders: list[str]) -> None:

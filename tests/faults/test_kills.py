@@ -50,8 +50,8 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
-EVERY = 1 if os.environ.get("KILLS") == "all" else 16
-"""KILLS=all kills before each change to the disk, not one of 16 (of a save: of eight), and at each step, not half."""
+EVERY = 1 if os.environ.get("KILLS") == "all" else 24
+"""KILLS=all kills before each change to the disk, not one of 24 (of a save: of 12), and at each step, not a third."""
 
 MOST = [variant for variant in VARIANTS if EVERY == 1 or variant != "2 ranks, 2 workers"]
 
@@ -133,7 +133,7 @@ def assert_died(ended: list[Ended], victim: int) -> None:
 @pytest.mark.parametrize("place", Places)
 def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], variant: str, place: str) -> None:
     its = runs(variant)
-    first, every = (0, 1) if EVERY == 1 else (Places.index(place) % 2, 2)
+    first, every = (0, 1) if EVERY == 1 else (Places.index(place) % 3, 3)
     for step in range(first, its.steps, every):
         name, victim = f"{place}-{step}", step // every % its.ranks
         assert_died(its.run(name, on_rank(victim, at_step(step, place))), victim)
@@ -224,7 +224,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
         first, last = (  # none under DDP for the other rank: the first writes everything
             next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, max(3, EVERY) if variant == SHARDED else min(8, EVERY)):
+        for number in range(first, last, max(3, EVERY) if variant == SHARDED else min(12, EVERY)):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))

@@ -115,7 +115,7 @@ def test_loss_spike_ends_the_run_or_goes_back(tmp_path: Path, max_rollbacks: int
 
 
 BACK = "train.extras.endurance.checkpoints:go_back"
-EVERY = 9 if os.environ.get("KILLS") == "all" else 47
+EVERY = 9 if os.environ.get("KILLS") == "all" else 93
 KILLS = [(2, range(1, 45, 12)), *(pytest.param(n, range(1, 1000, EVERY), marks=pytest.mark.slow) for n in (1, 2))]
 
 

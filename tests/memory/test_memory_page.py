@@ -228,10 +228,10 @@ def test_figures_of_a_card_are_those_of_its_results() -> None:
     found, rows = (accuracy := result("memory_accuracy")), accuracy["rows"]
     worst = found["worst_error_percent"]
     reserved = [100 * row["reserved_bytes"] / row["predicted_reserved_bytes"] - 100 for row in rows]
-    assert (found["compared"], found["cases"]) == (27, 27) and f"{worst:.3f}" == "0.022" and worst < 0.03
+    assert (found["compared"], found["cases"]) == (27, 27) and 0.022 < worst < 0.023
     assert "[0.03 % on an H200]" in readme
-    assert "of all 27 cases were at most 0.022 % above the prediction" in page
-    assert "27 cases differed by at most 0.022 %" in extras[0]
+    assert "of all 27 cases were at most 0.023 % above the prediction" in page
+    assert "27 cases differed by at most 0.023 %" in extras[0]
     from_bits = [row for row in rows if "qlora" in row["case"] or "8bit" in row["case"]]
     assert len(from_bits) == 2 and all(abs(row["error_percent"]) < 0.0001 for row in from_bits)
     assert "QLoRA and `adamw_8bit` took what was predicted to 0.0001 %" in page
@@ -497,4 +497,4 @@ def test_measured_figures_are_those_of_the_results() -> None:
     assert said in words_of(PAGE)
     of_fp32 = max(error for error, case in errors if "bf16" not in case)
     readme = words_of((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert of_fp32 < 0.02 and errors[-1][0] < 0.8 and "to within [0.8 % on a CPU]" in readme
+    assert of_fp32 < 0.02 and errors[-1][0] < 0.8 and "off by at most [0.8 % on a CPU]" in readme

@@ -230,6 +230,44 @@ def test_the_evaluation_that_is_predicted_is_the_one_that_is_made(
     assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
 
 
+FEW = """
+from train.records import IGNORE
+from train.tasks import causal_lm
+
+
+class Task(causal_lm.Task):
+    def inputs_and_labels(self, example, seed):
+        tokens, labels = super().inputs_and_labels(example, seed)
+        if len(tokens) > 1000:
+            labels[:-20] = IGNORE
+        return tokens, labels
+"""
+
+
+def test_the_longest_step_is_rehearsed_and_predicted_with_as_many_targets_as_others_may_have(
+    run_main: Run, tmp_path: Path
+) -> None:
+    """Its head would otherwise compute 20 positions, that of the shorter ones 980."""
+    (tmp_path / "few.py").write_text(FEW)
+    rows = [{"text": "x" * (1020 if n == 3 else 980)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "short.jsonl").write_text('{"text": "short"}\n')
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model |= {"num_attention_heads": 2, "vocab_size": 8192}
+    flags = ["--dataset", tmp_path / "rows.jsonl", "--validation_dataset", tmp_path / "short.jsonl"]
+    flags += ["--model_config", json.dumps(model), "--tokenizer", "bytes", "--max_length", 1021, "--max_steps", 1]
+    flags += ["--predict_memory", True, "--mixed_precision", "no", "--loss", "chunked"]
+    peaks = []
+    for task in ("causal_lm", f"{tmp_path / 'few.py'}:Task"):
+        done = run_main(*flags, "--task", task, "--output_dir", tmp_path / "run", "--resume", "never")
+        assert done.returncode == 0, done.stderr
+        assert "the longest step (1 × 1,021 tokens) peaks at" in done.stdout
+        found = summary_of(tmp_path / "run")
+        assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.002)
+        peaks.append(found["predicted_peak_bytes"])
+    assert peaks[1] == peaks[0]
+
+
 BERT = {"model_type": "bert", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT |= {"intermediate_size": 128, "max_position_embeddings": 1024}
 OF_BERT = ("--task", "sequence_classification", "--model_config", json.dumps(BERT), "--tokenizer", "bytes")
@@ -574,7 +612,8 @@ def test_ranks_that_share_a_sequence_rehearse_as_often_as_they_accumulate(
     monkeypatch.setattr(session, "rehearse", lambda run, parts, batches: rehearsed.append(len(batches)))
     monkeypatch.setattr(found.session._predictor, "close", lambda: None, raising=False)
     found.session.ask()
-    parts: Any = SimpleNamespace(batches=SimpleNamespace(arithmetic=BatchArithmetic(1, accumulation, 1)))
+    batches, task = SimpleNamespace(arithmetic=BatchArithmetic(1, accumulation, 1)), load_task("causal_lm")
+    parts: Any = SimpleNamespace(batches=batches, data=SimpleNamespace(task=task))
     found.session.rehearse(parts)
     assert rehearsed == [made]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import re
 import shutil
@@ -21,9 +22,11 @@ from test_routes import CHATML, FORGETFUL, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from train.config import Config
+from train.extras.endurance.recovery import halves
 from train.figures import read_metrics
 from train.main import main
 from train.memory import __main__ as memory
+from train.memory.session import most_work
 from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, IGNORE, UserError
 
@@ -107,6 +110,19 @@ def test_the_targets_are_the_answers_and_what_ends_them(recipe: ModuleType, toke
     assert examples[0]["document_length"] == len("<two?<<three, four, five<") - 1  # each mark is one token
     assert list(task.cut(pair("a" * 40, "2", "3"), [], None, tokenizer)) == []  # nothing of the answers is left
     assert list(task.cut(pair("two?", "a" * 40, "a" * 50), [], None, tokenizer)) == []  # nor of what they differ in
+
+
+def test_where_the_answers_begin_stays_on_the_host_until_a_rehearsal(recipe: ModuleType, tokenizer: Any) -> None:
+    """Of all pairs in the batch, and of each half of it after running out of memory."""
+    task = task_of(recipe)
+    texts = pair("two?", "2", "three"), pair("a longer one?", "no", "maybe")
+    examples = [{**e, "id": n} for n, text in enumerate(texts) for e in task.cut(text, [], None, tokenizer)]
+    batch = task.collate(examples, (0,), 7)
+    start = len("<two?<<") - 1  # the last mark of the shorter prompt predicts its answer
+    moved = pickle.loads(pickle.dumps(batch)).to(torch.device("meta"))
+    assert moved.inputs["start"] == batch.inputs["start"] == start and moved.inputs["targets"].is_meta
+    assert [half.inputs["start"] for half in halves(batch)] == [start, start]
+    assert "start" not in most_work(batch, task).inputs
 
 
 def logs_by_hand(network: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from scripts.benchmarks import building, ladder, ladder_search, rungs
 from train.config import Config, from_values, to_values
@@ -370,6 +371,8 @@ def test_a_single_step_finds_the_state_that_a_plan_assumes(steps: int, monkeypat
         return step(training, micro_batches, **options)
 
     monkeypatch.setattr(building.Training, "step", seen)
+    building.reset_accelerate()
+    Accelerator(cpu=True, mixed_precision="bf16")  # as something before may have left it
     row = ladder_search.measure(tiny_job(2048), steps)
     assert row["seconds"] > 0
     assert lengths == ([2048] if steps == 1 else [1024, 2048, 2048])

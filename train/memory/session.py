@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -32,8 +32,8 @@ from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.predict import OFFLOAD, Job, Prediction, Predictor
 from train.memory.question import job_of, target_of, tensors_of
 from train.model import build_network
-from train.records import MicroBatch, Parts, Run, UserError, column
-from train.tasks import stored_config
+from train.records import IGNORE, MicroBatch, Parts, Run, UserError, column
+from train.tasks import Task, stored_config
 
 MARGIN_OF_FREE = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
@@ -67,10 +67,10 @@ class MemorySession:
             eval_padded="attention_mask" in evaluated.inputs,
         )
         found = []
-        for batch in longest_of(data.training_batches(run)):
+        for batch in map(partial(most_work, task=data.task), longest_of(data.training_batches(run))):
             (size, length), documents = batch.shape, getattr(batch.inputs.get("documents"), "lengths", ())
             shown: dict[str, Any] = {"micro_batch_size": size, "length": length, "documents": documents}
-            shown |= {"padded": "attention_mask" in batch.inputs, "num_targets": batch.num_targets or None}
+            shown |= {"padded": "attention_mask" in batch.inputs, "num_targets": batch.num_targets}
             found.append(replace(job, **shown, tensors=tensors_of(batch), is_guess=False))
         return found
 
@@ -80,19 +80,19 @@ class MemorySession:
         First the least recomputation with which a step fits (a step of single examples, if micro_batch_size is auto,
         too); then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
         """
-        run = self._run
         is_open, recomputes = (config.get(name) == "auto" for name in ("micro_batch_size", "gradient_checkpointing"))
         if not is_open and not recomputes:
             return config
         if not self._is_predictable:
-            where = self._device.type
-            raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
+            raise UserError(
+                f"auto is not known for {self._device}: choose micro_batch_size and gradient_checkpointing."
+            )
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
             config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
         if is_open:
-            sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
+            sizes = divisors((config.optimization.global_batch_size or 1) // self._run.launch.dp_size) or [1]
             length = column(self._data.examples["train"], "length").max()
             named = [(f"{n} × {length:,} tokens", {"micro_batch_size": n}) for n in sizes]
             config = config.changed(**self._chosen("micro_batch_size", named, config))
@@ -172,7 +172,7 @@ class MemorySession:
             if self._is_predictable and self._device.type == "cpu" and sys.platform == "linux":  # a card says so itself
                 weights_bytes = sum(parameter.nbytes for parameter in parts.model.parameters())
                 run.outputs.from_main(lambda: self._refuse_step(weights_bytes))
-            longest = longest_of(parts.batches)
+            longest = [most_work(batch, parts.data.task) for batch in longest_of(parts.batches)]
             several = self._asked[0].accumulates if self._asked else parts.batches.arithmetic.accumulation_steps > 1
             rehearse(run, parts, longest * (2 if several and len(longest) == 1 else 1))
             shapes = " and ".join("{} × {:,}".format(*batch.shape) for batch in longest)
@@ -242,24 +242,28 @@ def _evaluated(run: Run, data: PreparedData) -> MicroBatch:
     return next(load(longest, data.loading, [with_padding(list(found.example_ids), lengths)], (0, 0)))
 
 
-def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
-    """Makes one whole step of ``micro_batches``, and evaluates a batch; afterwards everything is as it was.
+def most_work(batch: MicroBatch, task: Task) -> MicroBatch:
+    """``batch`` with a target at every position, unless ``task`` says a share: others of its length may have more."""
+    if task.target_share and batch.num_targets:
+        return batch
+    labels = batch.labels.masked_fill(batch.labels == IGNORE, 0)
+    inputs = {name: value for name, value in batch.inputs.items() if not isinstance(value, int)}  # what may be left out
+    return replace(batch, inputs=inputs, labels=labels, num_targets=labels.numel())
 
-    To be called on every rank before the first step, when the optimizer has no state yet. The update is a real one at
-    a learning rate of zero, so no weight moves.
+
+def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
+    """Makes a whole step of ``micro_batches`` at a learning rate of zero, and evaluates a batch, without a trace.
+
+    To be called on every rank before the first step, when the optimizer has no state yet.
     """
     with _leaving_no_trace(run, parts.model, parts.optimizer):
         # First make the optimizer's state: every step but the first has it, and a step whose gradients overflow, as
         # may happen at the first loss scale, would not make it.
         make_optimizer_state(run, parts.model, parts.optimizer)
-        if not any(batch.num_targets for batch in micro_batches):  # give one: memory does not depend on how many
-            labels = micro_batches[0].labels.clone()
-            labels.view(-1)[0] = 0
-            micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
         with run.extras.inside("computing", "forward", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         parts.model.eval()
-        score(run, parts, _evaluated(run, parts.data))
+        score(run, parts, most_work(_evaluated(run, parts.data), parts.data.task))
         reshard(parts.model)
         parts.model.train()
 

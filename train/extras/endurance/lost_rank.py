@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore, distributed_c10d
@@ -204,8 +204,7 @@ class RankWatch:
     def _met(self) -> Store:
         """The store, once it is open; after a cut that was mended, the one over a new connection."""
         self._connected.wait()
-        assert self._store is not None
-        return self._store
+        return cast("Store", self._store)
 
     def _watch(self) -> None:
         """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.

@@ -11,7 +11,7 @@ the heads; DeepSpeed exchanges the one for the other around the attention of a t
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -68,8 +68,7 @@ class ContextParallel(Engine):
     @contextmanager
     def share(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
         """This rank's part, with attention that reaches over the parts of all ranks."""
-        assert self.accelerator.torch_device_mesh is not None
-        mesh, device = self.accelerator.torch_device_mesh["cp"], self.accelerator.device
+        mesh, device = cast("Any", self.accelerator.torch_device_mesh)["cp"], self.accelerator.device
         part = part_of(micro_batch, mesh.get_local_rank(), mesh.size())
         length = part.labels.shape[1] * mesh.size()
         if device.type == "cpu":

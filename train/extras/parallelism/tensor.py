@@ -8,7 +8,7 @@ arXiv 1909.08053). Every rank holds the rest whole: embeddings, output head and 
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ class TensorParallel(Engine):
         To be called before the optimizer is built. The model is the same on all ranks; whole weights become those of
         the first. Raises UsageError if the model has no plan, or cannot be divided among so many ranks.
         """
-        assert run.accelerator.torch_device_mesh is not None
-        model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
+        model, mesh = with_loss.model, cast("Any", run.accelerator.torch_device_mesh)["tp"]
         group = mesh.get_group()
         for name, style in plan_of(model, mesh.size()).items():
             module = model.get_submodule(name)
