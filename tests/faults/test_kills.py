@@ -51,7 +51,7 @@ SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
 EVERY = 1 if os.environ.get("KILLS") == "all" else 24
-"""KILLS=all kills before each change to the disk, not one of 24 (of a save: of 12), and at each step, not a third."""
+"""KILLS=all kills before each change to the disk, not one of 24 (of a save: eight), and at each step, not a third."""
 
 MOST = [variant for variant in VARIANTS if EVERY == 1 or variant != "2 ranks, 2 workers"]
 
@@ -224,7 +224,7 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
         first, last = (  # none under DDP for the other rank: the first writes everything
             next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, max(3, EVERY) if variant == SHARDED else min(12, EVERY)):
+        for number in range(first, last, max(3, EVERY) if variant == SHARDED else min(8, EVERY)):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))

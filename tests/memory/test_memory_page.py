@@ -95,7 +95,7 @@ def answer(flags: str) -> Any:
         (
             "--gradient_checkpointing selective",
             "--gradient_checkpointing selective --loss full",
-            "twice: estimated {} ×",
+            "for each chunk: estimated {} ×",
         ),
         ("--gradient_checkpointing full", "", "1.08 × the time [S], estimated {} × [P]"),
         ("--gradient_checkpointing selective", "", "not computed again: estimated {} × [P]"),
