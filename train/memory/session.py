@@ -247,7 +247,7 @@ def most_work(batch: MicroBatch, task: Task) -> MicroBatch:
     if task.target_share and batch.num_targets:
         return batch
     labels = batch.labels.masked_fill(batch.labels == IGNORE, 0)
-    inputs = {name: value for name, value in batch.inputs.items() if not isinstance(value, int)}  # what may be left out
+    inputs = {name: value for name, value in batch.inputs.items() if not isinstance(value, int)}  # these only save work
     return replace(batch, inputs=inputs, labels=labels, num_targets=labels.numel())
 
 

@@ -29,9 +29,9 @@ padding (a mask), several micro-batches (gradients are there when the second beg
 class CpuMeter(MemoryMeter):
     """Follows the operators of some steps.
 
-    A step's peak depends on its shapes (next to a rehearsal, which has most targets) and does not shrink as they grow.
-    So the first step that no followed one covers is followed, and the others have the smallest peak that covers them,
-    but one of :data:`TRACK_EVERY_STEPS`, and the next few where memory seems to leak. Micro-batches do not count.
+    A step's peak depends on its shapes, and does not shrink as they grow; a rehearsal has most targets. So the first
+    step that no followed one covers is followed, and the others have the smallest peak that covers them. One step of
+    :data:`TRACK_EVERY_STEPS` is followed, too, and some where memory seems to leak. Micro-batches do not count.
     """
 
     def __init__(self, *args: Any) -> None:
