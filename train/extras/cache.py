@@ -137,15 +137,15 @@ def task_digest(task: type[Task]) -> str:
     """Of the files of a task's classes, and of what else is loaded from their folders: they may have imported it."""
     classes = [cls.__module__ for cls in task.__mro__ if issubclass(cls, Task)]
     folders = {Path(str(sys.modules[name].__file__)).parent for name in classes}
-    held = {name: getattr(module, "__dict__", {}) for name, module in list(sys.modules.items())}  # loads no lazy one
-    loaded = {name: Path(names.get("__file__") or "") for name, names in held.items()}
-    near = [
-        name
-        for name, file in loaded.items()
-        if not folders.isdisjoint(file.parents) and not re.search("(site|dist)-packages", str(file)) and file.is_file()
-        if (not name.startswith("train.") or file.parent in folders) and not name.startswith(("__main__", "dataset_of"))
-    ]
-    return code_digest(*classes, *sorted({str(loaded[name]) for name in near}))
+    within = tuple(f"{folder / '_'}"[:-1] for folder in folders)
+    loaded = [(name, str(getattr(module, "__dict__", {}).get("__file__"))) for name, module in [*sys.modules.items()]]
+    near = {
+        file
+        for name, file in loaded  # by __dict__, since a lazy module loads when it is asked for an attribute
+        if file.startswith(within) and not re.search("(site|dist)-packages", file) and Path(file).is_file()
+        if not name.startswith(("__main__", "dataset_of")) and (name[:6] != "train." or Path(file).parent in folders)
+    }
+    return code_digest(*classes, *sorted(near))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
