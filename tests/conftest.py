@@ -86,10 +86,11 @@ def _device_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
+def _no_charts_and_samples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take half of a small run's time; tests that look at them are marked ``charts``."""
     if request.node.get_closest_marker("charts") is None and (report := classes().get("report")):
         monkeypatch.setattr(f"{report.__module__}.charts.svg", lambda *arguments, **options: "<svg></svg>")
+        monkeypatch.setattr(f"{report.__module__}.sample.sample", lambda *arguments: None)
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
 """``accelerate launch``, whether or not it is on the PATH."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
+"""Whether slow tests try all of their cases, which takes hours; else a sample of them."""
 RECIPE = """
 task: causal_lm
 dataset: {data}
@@ -45,6 +48,11 @@ log_every_steps: 1
 cpu_threads: 1
 predict_memory: false
 """
+
+
+def sampled(cases: Iterable[Any], one_of: int) -> list[Any]:
+    """The first of each ``one_of`` cases, or all of them if ``EVERY_CASE``."""
+    return [*cases][:: 1 if EVERY_CASE else one_of]
 
 
 def write_recipe(folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from emulated.card import Refusal, Settings
 from emulated.device import run_several
 from faults import processes
-from support import write_recipe
+from support import EVERY_CASE, write_recipe
 from test_emulated_card import (
     HOST_UPDATES,
     KINDS,
@@ -48,7 +47,7 @@ def quick() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_host", "in_backward"),
-    [(False, True), (True, False), *([(False, False), (True, True)] * (os.environ.get("KILLS") == "all"))],
+    [(False, True), (True, False), *([(False, False), (True, True)] * (EVERY_CASE))],
 )
 def test_whatever_saves_memory_and_wherever_it_runs_out_the_weights_are_those_of_a_cpu(
     tmp_path: Path, on_host: bool, in_backward: bool

@@ -85,7 +85,8 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [2, 4, 6]
     assert summary["result"]["validation"]["loss"] == [r for r in rows if r["kind"] == "evaluation"][-1]["loss"]
     assert verify(output / "checkpoints" / "step-00000006") is None
-    assert (output / "report.html").read_text().count("<path") > 20  # of the charts
+    report = (output / "report.html").read_text()
+    assert report.count("<path") > 20 and report.count("⟪") == 1  # of the charts, and the seam of the sample
     model = AutoModelForCausalLM.from_pretrained(output / "final")
     tokenizer = AutoTokenizer.from_pretrained(output / "final")
     assert model.config.vocab_size == len(tokenizer)

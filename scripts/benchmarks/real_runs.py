@@ -133,7 +133,7 @@ def write_documents(path: Path, length: int) -> None:
 
 def split_length(length: int) -> int:
     """Tokens of an example where several are in a micro-batch; enough that a micro-batch outweighs the libraries."""
-    return max(length // 16, 4096)
+    return max(length // 16, 2048)
 
 
 def killed_and_resumed(place: Place) -> dict[str, Any]:

@@ -33,9 +33,11 @@ with suppress(ImportError):  # accelerate loads it at the end of each run where 
 
     get_accelerator()  # says on standard output that there is no card
 with suppress(ImportError):
-    from train.extras.report import charts
+    from train.extras.report import charts, sample
 
-    charts.svg = lambda *arguments, **options: "<svg></svg>"  # as conftest.py does in its process
+    # As conftest.py does in its process:
+    charts.svg = lambda *arguments, **options: "<svg></svg>"
+    sample.sample = lambda *arguments: None
 
 with suppress(ImportError):
     from train.memory.predict import Predictor

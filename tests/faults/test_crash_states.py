@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from faults.crash_states import STRACE, Recording, State, Tree, can_record, contents, put, recorded
 from faults.injections import at_step, several
 from faults.processes import FSDP2, Fault, run
-from support import checkpoint_digests, final_files, log_of, run_for, write_recipe
+from support import EVERY_CASE, checkpoint_digests, final_files, log_of, run_for, write_recipe
 
 from train.batching import Loading
 from train.config import parse
@@ -249,10 +249,8 @@ def test_every_crash_state(crashes: Callable[[str], Crashes], variant: str, tmp_
     states = list(its.recording.states(randomly=40))
     print(f"{variant}: {len(states)} states, {len({visible(state.tree) for state in states})} without hidden files")
     assert len(states) >= 4000
-    assert_sound(
-        its, states if os.environ.get("KILLS") == "all" else random.Random(1).sample(states, len(states) // 12)
-    )
-    for state in random.Random(0).sample(states, 20 if os.environ.get("KILLS") == "all" else 3):
+    assert_sound(its, states if EVERY_CASE else random.Random(1).sample(states, len(states) // 20))
+    for state in random.Random(0).sample(states, 20 if EVERY_CASE else 2):
         its.end(state, tmp_path / "logs")
 
 
@@ -261,7 +259,7 @@ def visible(tree: Tree) -> frozenset[Any]:
     return frozenset((path, content) for path, content in tree.items() if "/." not in path)
 
 
-@pytest.mark.parametrize("limit", [20, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [20, pytest.param(None if EVERY_CASE else 150, marks=pytest.mark.slow)])
 def test_no_crash_state_of_the_data_cache_gives_other_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
@@ -28,7 +27,7 @@ from faults.injections import (
     without_privileges,
 )
 from faults.processes import FSDP2, Ended, run
-from support import checkpoint_digests, write_recipe
+from support import EVERY_CASE, checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
 from train.figures import read_metrics
@@ -36,7 +35,7 @@ from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 FOREVER = 10**6
-EVERY = 1 if os.environ.get("KILLS") == "all" else 4
+EVERY = 1 if EVERY_CASE else 8
 LAUNCH: dict[int, dict[str, str]] = {1: {}, 2: FSDP2}
 """By the number of ranks; the second writes only what is sharded."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from functools import partial
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 from faults.injections import at_step
 from faults.processes import Fault, run, start
-from support import checkpoint_digests, final_files, log_of, write_recipe
+from support import EVERY_CASE, checkpoint_digests, final_files, log_of, write_recipe
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 SECONDS_TO_START = 0.3
-FIVES = 10 if os.environ.get("KILLS") == "all" else 1
+FIVES = 10 if EVERY_CASE else 1
 
 
 def begin_at(moment: float) -> Fault:

@@ -6,12 +6,12 @@ The same means equal bytes of weights and optimizer, equal schedule and progress
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from faults.injections import (
     several,
 )
 from faults.processes import FSDP2, KILLED, Ended, Fault, Job, run, started
-from support import checkpoint_digests, final_files, log_of, write_recipe
+from support import EVERY_CASE, checkpoint_digests, final_files, log_of, sampled, write_recipe
 
 from train.checkpoint import verify
 from train.figures import read_metrics
@@ -50,10 +50,10 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
-EVERY = 1 if os.environ.get("KILLS") == "all" else 24
-"""KILLS=all kills before each change to the disk, not one of 24 (of a save: eight), and at each step, not a third."""
+EVERY = 1 if EVERY_CASE else 24
+"""Changes to the disk of which one is killed at (of a save: eight); of the steps a third."""
 
-MOST = [variant for variant in VARIANTS if EVERY == 1 or variant != "2 ranks, 2 workers"]
+MOST = [variant for variant in VARIANTS if EVERY_CASE or variant != "2 ranks, 2 workers"]
 
 
 class Runs:
@@ -129,8 +129,7 @@ def assert_died(ended: list[Ended], victim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", MOST)
-@pytest.mark.parametrize("place", Places)
+@pytest.mark.parametrize(("place", "variant"), sampled(product(Places, MOST), 2))
 def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], variant: str, place: str) -> None:
     its = runs(variant)
     first, every = (0, 1) if EVERY == 1 else (Places.index(place) % 3, 3)
@@ -142,7 +141,7 @@ def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], varia
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", MOST)
+@pytest.mark.parametrize("variant", sampled(MOST, 2))
 def test_killed_again_and_again(runs: Callable[[str], Runs], variant: str) -> None:
     its = runs(variant)
     for step in range(1, its.steps):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from faults.injections import at_call, at_change, at_step, losses_of, on_rank, several, shown_loss_of
 from faults.processes import KILLED, Ended, Fault, run
 from safetensors.torch import load_file
-from support import checkpoint_digests, log_of, write_recipe
+from support import EVERY_CASE, checkpoint_digests, log_of, write_recipe
 
 from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
@@ -115,7 +114,7 @@ def test_loss_spike_ends_the_run_or_goes_back(tmp_path: Path, max_rollbacks: int
 
 
 BACK = "train.extras.endurance.checkpoints:go_back"
-EVERY = 9 if os.environ.get("KILLS") == "all" else 93
+EVERY = 9 if EVERY_CASE else 93
 KILLS = [(2, range(1, 45, 12)), *(pytest.param(n, range(1, 1000, EVERY), marks=pytest.mark.slow) for n in (1, 2))]
 
 

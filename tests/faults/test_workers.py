@@ -21,7 +21,7 @@ import pytest
 from faults.injections import at_call, at_step, die, several
 from faults.processes import KILLED, Fault, run, started
 from faults.stopping import SIGNALS, STEPS, arguments, in_a_group, moments, whole_run
-from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
+from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, sampled
 
 from train.checkpoint import verify
 from train.records import EXIT_DONE, EXIT_STOPPED
@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "number"), [*((2, number) for number in SIGNALS), *((n, SIGNALS[0]) for n in (0, 8))]
+    ("workers", "number"), sampled([*((2, number) for number in SIGNALS), *((n, SIGNALS[0]) for n in (0, 8))], 2)
 )
 def test_signal_to_the_group_of_a_launcher_leaves_a_checkpoint_and_no_process(
     tmp_path: Path, workers: int, number: signal.Signals

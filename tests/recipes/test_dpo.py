@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import ROOT, Run, checkpoint_digests
+from support import ROOT, Run, checkpoint_digests, sampled
 from test_routes import CHATML, FORGETFUL, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -255,8 +255,9 @@ def test_a_run_learns_what_is_preferred_as_predicted_and_resumes_exactly(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("adapter", [(), ("--adapter", "lora")])
+@pytest.mark.parametrize(
+    ("kind", "adapter"), sampled([(k, a) for a in ((), ("--adapter", "lora")) for k in ("ddp", "fsdp2")], 3)
+)
 def test_two_ranks_learn_what_one_does(
     flags: list[str], kind: str, adapter: tuple[str, ...], tmp_path: Path, run_main: Run
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import transformers
+from support import EVERY_CASE
 
 from scripts.benchmarks import architectures, harness
 
-PARTS = 8 if os.environ.get("ARCHITECTURES") == "all" else 2  # every fourth one otherwise
+PARTS = 8 if EVERY_CASE else 1  # every eighth one otherwise
 
 
 @pytest.mark.parametrize(

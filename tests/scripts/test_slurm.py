@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import ROOT, sampled
 from test_multi_node import free_port, last_step, newest_checkpoint, until  # pyright: ignore[reportMissingImports]
 
 from train.checkpoint import verify
@@ -169,7 +169,7 @@ def test_job_that_made_no_step_since_its_last_stop_is_not_requeued_again(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("name", sampled(["SIGUSR1", "SIGTERM"], 2))
 def test_job_is_stopped_requeued_resumes_and_finishes(
     slurm: Callable[..., subprocess.Popen[str]], recipe: Path, tmp_path: Path, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from support import ROOT, checkpoint_digests
+from support import EVERY_CASE, ROOT, checkpoint_digests, sampled
 
 from train.checkpoint import verify
 from train.figures import read_metrics
@@ -25,7 +25,6 @@ from train.records import EXIT_DONE, EXIT_ERROR
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 CABLE = "cable"
-IS_WHOLE = os.environ.get("KILLS") == "all"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -150,7 +149,7 @@ def test_file_says_eight_processes_for_each_host_and_how_to_start_it(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["fsdp2_multi_node", *["ddp_multi_node"] * IS_WHOLE])
+@pytest.mark.parametrize("launcher", ["fsdp2_multi_node", *["ddp_multi_node"] * EVERY_CASE])
 def test_two_hosts_make_the_run_of_one_process(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str
 ) -> None:
@@ -177,7 +176,7 @@ def test_two_hosts_make_the_run_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "lost"),
-    [("torchrun", 0), *([("fsdp2_multi_node", 1), ("torchrun", 1), ("ddp_multi_node", 0)] * IS_WHOLE)],
+    [("torchrun", 0), *([("fsdp2_multi_node", 1), ("torchrun", 1), ("ddp_multi_node", 0)] * EVERY_CASE)],
 )
 def test_lost_host_is_named_and_both_started_again_resume_exactly(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str, lost: int
@@ -282,7 +281,7 @@ def test_cable_between_two_hosts_is_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", sampled([False, True], 2))
 def test_hosts_that_do_not_share_the_output_folder_are_told_before_anything_is_trained(
     recipe: Path, tmp_path: Path, shared: bool
 ) -> None:

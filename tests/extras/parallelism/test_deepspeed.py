@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import checkpoint_digests
+from support import EVERY_CASE, checkpoint_digests
 from test_distributed import forked, killed_at_step_4
 from test_fsdp2 import final_weights, largest_difference, launched, metrics, run
 from test_main import STEPS, trained_losses
@@ -22,7 +22,6 @@ from train.records import EXIT_DONE, EXIT_USAGE
 
 pytest.importorskip("deepspeed", exc_type=ImportError)
 pytestmark = pytest.mark.distributed
-IS_WHOLE = os.environ.get("KILLS") == "all"
 ROUNDING = 1e-6
 """fp32 sums of a few hundred terms in another order, over four steps of plain SGD with weights up to 1."""
 MAGNIFIED = 2e-4
@@ -125,7 +124,7 @@ def test_run_equals_that_of_one_process_and_resumes_anywhere(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["deepspeed_zero3_offload", *["deepspeed_zero2"] * IS_WHOLE])
+@pytest.mark.parametrize("file", ["deepspeed_zero3_offload", *["deepspeed_zero2"] * EVERY_CASE])
 def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path, file: str) -> None:
     """With dropout and recomputed activations; and the best weights are put back at the end."""
     flags = ("--save_every_steps", 1, "--save_total_limit", 9, "--gradient_checkpointing", "full")
@@ -142,7 +141,7 @@ def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path, file: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, *[3] * IS_WHOLE])
+@pytest.mark.parametrize("stage", [2, *[3] * EVERY_CASE])
 def test_two_ranks_that_share_sequences_make_the_run_of_one(without_dropout: Path, tmp_path: Path, stage: int) -> None:
     """Lengths that two does not divide, and a last window with fewer examples than a micro-batch has."""
     flags = ("--model_config", LLAMA, "--micro_batch_size", 4, "--eval_every_steps", 2, "--eval_batch_size", 3)
