@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.utils import import_utils
 
 from train.extras.losses.in_head import obstacle_to_chunks
-from train.extras.weightless import obstacle_on_trial
+from train.extras.weightless import obstacle_on_trial, without_weights
 from train.model import ModelWithLoss
 
 
@@ -28,6 +28,25 @@ def test_a_mixture_of_experts_is_tried_next_to_its_loss_too() -> None:
         return None
 
     assert obstacle_on_trial(ModelWithLoss(model), trial) is None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_weights_in_4_bits_are_copied_without_their_scales_values(nested: bool) -> None:
+    """Which would mix with meta tensors: a prediction has fake ones, and a run those of the device."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    modules = pytest.importorskip("bitsandbytes.nn")
+    layer = modules.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    packed, scales = functional.quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=nested)
+    layer.weight = modules.Params4bit(packed, requires_grad=False, quant_state=scales, bnb_quantized=True)
+    twin = without_weights(layer, "meta")
+    kept = twin.weight.quant_state
+    states = [kept, kept.state2] if nested else [kept]
+    found = [value for state in states for value in vars(state).values() if isinstance(value, torch.Tensor)]
+    assert len(found) == (5 if nested else 2) and all(tensor.is_meta for tensor in found)
+    assert kept.shape == scales.shape == (64, 128) and not scales.absmax.is_meta
+    assert twin(torch.empty(3, 128, device="meta")).shape == (3, 64)
+    values = without_weights(layer, real=torch.float32).weight.quant_state  # for copies that compute with numbers
+    assert torch.equal(values.absmax, scales.absmax)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mistral"])

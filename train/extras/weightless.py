@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.utils import import_utils
@@ -48,7 +48,7 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def inputs_on_trial(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs_on_trial(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """``ids`` for the model; for an encoder-decoder's decoder, too, which may not make its own from them."""
     takes_both = "decoder_input_ids" in inspect.signature(model.forward).parameters
     both = takes_both or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -56,17 +56,16 @@ def inputs_on_trial(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | None = None) -> Any:
-    """A copy with tensors of the same shapes, tied where they were tied: on the meta device, or in a FakeTensorMode.
-
-    ``real`` is the type of real numbers; None keeps theirs.
-    """
+    """A copy of meta tensors, or fake ones in a FakeTensorMode, shaped and tied alike; ``real``: the type of floats."""
     twins: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         dtype = real if real is not None and tensor.is_floating_point() else tensor.dtype
         twin = torch.empty(tensor.shape, dtype=dtype, device=device)
         twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
-            twins[id(tensor)].quant_state = twins[id(scales)] = scales
+        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits
+            own = [] if real else [*vars(scales).values(), *vars(scales.state2 or scales).values()]
+            twins |= {id(t): torch.empty(t.shape, dtype=t.dtype, device=device) for t in own if isinstance(t, Tensor)}
+            twins[id(tensor)].quant_state = copy.deepcopy(scales, twins)
     twin: Any = copy.deepcopy(model, twins)
     for part in twin.modules():
         if hasattr(part, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
