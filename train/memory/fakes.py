@@ -40,17 +40,18 @@ class FakeTracker(StorageTracker):
         super().__init__(device_type)
         self.fake_mode, self.costs = active_fake_mode(), costs
         self.trace: list[tuple[int, int]] = []  # (storage, ± bytes)
-        self.repeats = 1  # how often a real step would do what is done now
-        self.paused = False  # while true, nothing is counted
+        self.repeats, self.paused = 1, False  # how often a real step does what is done now; whether nothing is counted
         self.offloaded_bytes = 0  # host memory for inputs of layers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most of what is asked, by C++
+            return args[0].device
         kwargs = kwargs or {}
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # comes back as operators on the local parts
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake_mode:
+        if active_fake_mode() is not self.fake_mode:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return _scalar(func, args[0])

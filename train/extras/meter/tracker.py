@@ -189,7 +189,7 @@ def adds_in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Those in nested tuples, lists and dictionaries."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [tree] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
