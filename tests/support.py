@@ -31,7 +31,7 @@ ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
 """``accelerate launch``, whether or not it is on the PATH."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
-"""Whether slow tests try all of their cases, which takes hours; else a sample of them."""
+"""Whether slow tests try all of their cases; else a sample of them."""
 RECIPE = """
 task: causal_lm
 dataset: {data}

@@ -51,7 +51,7 @@ SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 slowly = partial(pytest.param, marks=pytest.mark.slow)
 EVERY = 1 if EVERY_CASE else 24
-"""Changes to the disk of which one is killed at (of a save: eight); of the steps a third."""
+"""Of so many changes to the disk a run is killed before one (in a save: of eight), and at a third of the steps."""
 
 MOST = [variant for variant in VARIANTS if EVERY_CASE or variant != "2 ranks, 2 workers"]
 
