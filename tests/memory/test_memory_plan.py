@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,49 @@ def question(total_gib: float = 24.0, *, world_size: int = 1, **changes: Any) ->
 
 def bf16_setting(size: int, checkpointing: str, loss: str, sharding: str = "none", **more: Any) -> Setting:
     return Setting(checkpointing, micro_batch_size=size, mixed_precision="bf16", loss=loss, sharding=sharding, **more)
+
+
+class Slow(Synthetic):
+    """Of several processes: the first job of all is answered once ``count`` have begun."""
+
+    def __init__(self, begun: threading.Semaphore, first: list[Job], count: int = 4) -> None:
+        super().__init__(launch_seconds=0)
+        self._begun, self._first, self._count = begun, first, count
+
+    def predict(self, job: Job) -> Prediction:
+        self._begun.release()
+        self._first.append(job)
+        if self._first[0] is job:
+            assert all(self._begun.acquire(timeout=20) for _ in range(self._count))
+        return super().predict(job)
+
+
+def test_while_the_first_prediction_lasts_others_begin_that_the_search_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, and what is predicted for it, are those of a search that asks for one after the other."""
+    asked = question(12, micro_batch_size=2, max_length=65536)
+    expected = make_plan(asked, Predictions(alone := Synthetic(launch_seconds=0)))
+    monkeypatch.setattr("train.memory.plan.START_SECONDS", 0.01)
+    begun, first = threading.Semaphore(0), list[Job]()
+    processes = [Slow(begun, first) for _ in range(4)]
+    assert make_plan(asked, Predictions(*processes)) == expected
+    predicted_here = [str(job) for process in processes for job in process.jobs]
+    assert sorted(predicted_here) == sorted(map(str, alone.jobs))
+
+
+class Brief(Synthetic):
+    """Takes a moment for each answer."""
+
+    def predict(self, job: Job) -> Prediction:
+        time.sleep(0.1)
+        return super().predict(job)
+
+
+def test_a_first_prediction_that_is_soon_there_has_no_others_begin() -> None:
+    """Every way fits: some recomputation need not be predicted."""
+    lines, asked = list[str](), question(24, micro_batch_size=1)
+    make_plan(asked, Predictions(alone := Synthetic()))
+    make_plan(asked, Predictions(*(Brief() for _ in range(4)), say=lines.append))
+    assert len(lines) == len(alone.jobs)
 
 
 @pytest.mark.parametrize(

@@ -264,12 +264,13 @@ EIGHT_BIT = {
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
-def test_the_stand_in_for_bitsandbytes_takes_what_the_real_one_takes(name: str, predictor: Predictors) -> None:
+def test_moments_of_8_bits_take_what_bitsandbytes_takes(name: str, predictor: Predictors) -> None:
+    """Also its two tables of 256 numbers, which the measurement misses: they are older than what it watches."""
     pytest.importorskip("bitsandbytes")
     case = EIGHT_BIT[name]
     predictor.ask(case)
     measured = tracked_peak(case)
-    assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
+    assert predictor.answer().peak_bytes == pytest.approx(measured + 2 * 256 * 4, rel=5e-4)
 
 
 def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictors) -> None:

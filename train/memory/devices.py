@@ -25,15 +25,6 @@ class Device:
         return next((kind for kind in ("cpu", "mps") if self.name.startswith(kind)), "cuda")
 
 
-# MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
-# what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX
-# 4090 460 to 520, L40 510, H200 520, H100 750, B200 710, RTX 5090 490 to 610. RTX 6000 Ada: 426 for the context alone
-# (github.com/unslothai/unsloth-zoo/pull/1053). V100: 300 to 400 (github.com/pytorch/pytorch/issues/20532). Kernels
-# are loaded when first used: a program that uses more of them takes more.
-_CONTEXT_MIB = {(7, 0): 400, (7, 5): 300, (8, 0): 500, (8, 6): 400, (8, 9): 550, (9, 0): 750, (10, 0): 800}
-_CONTEXT_MIB |= {(12, 0): 650, (0, 0): 600}  # the last one: unknown
-
-
 def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
@@ -100,4 +91,5 @@ def nccl_buffer_bytes(group_size: int) -> int:
 
 
 def _context_bytes(capability: tuple[int, int] | None = None) -> int:
-    return _CONTEXT_MIB.get(capability or (0, 0), _CONTEXT_MIB[0, 0]) * _MIB
+    known = {card.compute_capability: card.context_mib for card in CARDS.values() if card.context_mib}
+    return int(known.get(capability, 600)) * _MIB  # of which nothing is known

@@ -10,18 +10,20 @@ also computed on the CPU, and the result is kept with the fake tensor's storage,
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedModel
 
-from train.config import call_function
+from train.config import Config, call_function
 from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
@@ -31,6 +33,47 @@ chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offl
 aten = torch.ops.aten
 _DECIDED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch has, fewer than a long mask S × S
+
+
+class FakeMode(FakeTensorMode):
+    """Finds out once what an operator makes of tensors of some form; torch's own cache takes four times as long."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._known: dict[Any, tuple[bool, Any]] = {}  # whether the result is of the first argument, and its own form
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags:
+            return super().dispatch(func, types, args, kwargs or {})
+        key = func, *map(_form, (*args, *(kwargs or {}).items()))
+        if key not in self._known:
+            result, first = super().dispatch(func, types, args, kwargs or {}), args[0] if args else None
+            if isinstance(result, FakeTensor) and isinstance(form := _form(result), tuple):
+                of_first = isinstance(first, Tensor) and storage_of(first) is storage_of(result)
+                if of_first or not (func.is_view or func._schema.is_mutable):
+                    self._known[key] = of_first, None if result is first else form
+            return result
+        of_first, form = self._known[key]
+        if form is None:
+            return args[0]
+        shape, strides, offset, dtype, device = form
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            if of_first:
+                meta.set_(args[0].untyped_storage(), offset, shape, strides)
+        return FakeTensor(self, meta, device)
+
+
+def _form(value: Any) -> Any:
+    """What a result's form depends on: of a tensor its own or, where there is more to it, what equals nothing."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    if not isinstance(value, Tensor):
+        return type(value), value
+    is_plain = isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided
+    if not is_plain or value.is_conj() or value.is_neg():
+        return object()
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
 
 
 class FakeTracker(StorageTracker):
@@ -96,13 +139,13 @@ def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, 
 def few_pieces(tracker: FakeTracker) -> Iterator[None]:
     """Inside it, what is done piece by piece takes no longer to predict for a longer sequence.
 
-    A loss in chunks and a tiled MLP compute the first two pieces and the last, since all between are like the second,
-    which counts for them in the costs. An input that goes to host memory is copied in one piece with the bytes of all.
+    A loss in chunks and a tiled MLP compute the first two pieces, and the last if it is shorter: all others are like
+    the second, which counts for them in the costs. An input goes to host memory in one piece with the bytes of all.
     """
 
     def some(cut: Any, *sizes: int) -> Iterator[slice]:
         pieces = list(cut(*sizes))
-        chosen = pieces if len(pieces) <= 3 else [*pieces[:2], pieces[-1]]
+        chosen = pieces if len(pieces) <= 3 else pieces[:2] + pieces[-1:] * (sizes[0] % pieces[0].stop > 0)
         try:
             for number, rows in enumerate(chosen):
                 tracker.repeats = 1 + (len(pieces) - len(chosen) if number == 1 else 0)
@@ -129,7 +172,7 @@ def fake_tensors() -> Iterator[None]:
     import torch.optim.optimizer as optimizer
     from transformers.utils import import_utils
 
-    mode, is_fake = FakeTensorMode(allow_non_fake_inputs=True), import_utils.is_fake_tensor
+    mode, is_fake = FakeMode(), import_utils.is_fake_tensor
     with (
         # or an optimizer of your own would not use its foreach form, which takes more memory
         patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
@@ -182,23 +225,25 @@ def _as_fake(t: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def fake_adapters(adapter: str) -> Iterator[None]:
-    """Inside it, adapters and layers in 4 bits can be built of fake tensors."""
+def fake_adapters(config: Config) -> Iterator[None]:
+    """Inside it, adapters, layers in 4 bits and optimizers in 8 can be built of fake tensors."""
 
     def in_4_bits(data: Tensor, requires_grad: bool = False, **attributes: Any) -> nn.Parameter:
         parameter = nn.Parameter(data, requires_grad)  # bitsandbytes' own class cannot hold a fake tensor
         vars(parameter).update(attributes)
         return parameter
 
+    adapter, optimizer = config.get("adapter", "none"), config.optimization.optimizer
+    needed = ["peft.tuners.lora"] * (adapter != "none") + ["bitsandbytes.optim"] * (optimizer == "adamw_8bit")
+    # bitsandbytes would look for a real card, and load a compiler for functions that nothing here calls
+    with patch.object(torch.cuda, "is_available", lambda: False), patch.object(torch, "compile", lambda f, **_: f):
+        for name in needed:
+            import_module(name)
     with ExitStack() as stack:
-        if adapter != "none":
-            with patch.object(torch.cuda, "is_available", lambda: False):  # bitsandbytes would look for a real card
-                import peft.tuners.lora  # noqa: F401 - and with it bitsandbytes
-            # adapters are made where the model is, and a fake parameter cannot be moved
+        if adapter != "none":  # they are made where the model is, and a fake parameter cannot be moved
             stack.enter_context(patch.object(nn.Module, "to", lambda module, *args, **kwargs: module))
         if adapter == "qlora":
-            import bitsandbytes
-
+            bitsandbytes = import_module("bitsandbytes")
             for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
                 stack.enter_context(patch.object(module, "Params4bit", in_4_bits))
         yield

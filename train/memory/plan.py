@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from train.records import UserError
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
 SHARDING_GAIN = 0.1  # by which fsdp2 has to be faster than ddp: it communicates more, which is not estimated
 HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
+START_SECONDS = 5.0  # what another process takes to start, about
 LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
@@ -31,6 +32,7 @@ class Predictions:
 
     def __init__(self, *predictors: Predictor, say: Callable[[str], object] = lambda line: None) -> None:
         self._say, self._idle, self.pool = say, deque(predictors), ThreadPoolExecutor(len(predictors))
+        self.patience_seconds = START_SECONDS if len(predictors) > 1 else None
         self.known: dict[str, Future[Prediction]] = {}
 
     def ask(self, job: Job, how: str) -> Future[Prediction]:
@@ -107,6 +109,17 @@ class Search:
     def _base(self, sharding: str) -> Setting:
         asked, precision = self.question.asked, self.question.precision(sharding)
         return replace(asked, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
+
+    def begin(self) -> None:
+        """Has the configuration predicted and, while that lasts, in other processes what a search asks for next."""
+        ways, shardings = self.question.stages[0]
+        least, first = replace(self._base(shardings[0]), loss=self._losses[-1]), None
+        for setting in (self.question.asked, *(least.recomputing(ways[n]) for n in (-1, 0, -(len(ways) // 2)))):
+            with suppress(UserError):
+                asked = self._predictions.ask(self.question.job(setting), setting.techniques)
+                first = first or asked
+                if wait([first], self._predictions.patience_seconds).done:
+                    return
 
     def smallest(self, ways: Sequence[Recompute], shardings: Sequence[str], known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
@@ -186,6 +199,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     search, asked, problem = Search(question, predictions), None, None
     if not is_open:
         try:
+            search.begin()
             asked = predicted(question, predictions)
         except UserError as error:
             problem = str(error)

@@ -3,10 +3,8 @@
 These are built as a run builds them: on fake tensors to predict, on real ones to measure.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,7 +27,7 @@ from train.memory.predict import GUESS, HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Pre
 from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state
 from train.model import build_model, build_network
-from train.optim import build_optimizer, parameter_counts, parameter_groups
+from train.optim import build_optimizer, parameter_counts
 from train.outputs import Outputs
 from train.records import Run, UsageError
 from train.step import Engine
@@ -159,25 +157,6 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
     return model, optimizer, network
 
 
-class EightBitState(torch.optim.Optimizer):
-    """Stands in for bitsandbytes' AdamW8bit, whose kernels need data: makes the state that it keeps, changes nothing.
-
-    On a card its kernels need no other memory; on a CPU some 20 bytes an element of one parameter, not counted.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is None or self.state[parameter]:
-                continue
-            state, blocks = self.state[parameter], -(-parameter.numel() // 256)  # each has a scale
-            is_small = parameter.numel() < 4096  # then its moments stay in fp32
-            for moment in (1, 2):
-                state[f"state{moment}"] = torch.zeros_like(parameter, dtype=torch.float32 if is_small else torch.uint8)
-                if not is_small:
-                    state[f"absmax{moment}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
-
-
 def run_of(job: Job, config: Config) -> Run:
     """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -224,13 +203,10 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
             stack.enter_context(run.accelerator.device)
             stack.enter_context(no_init_weights())
             stack.enter_context(fake_weights(run.accelerator.device))
-            stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
+            stack.enter_context(fake_adapters(run.config))
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
-    if (optim := run.config.optimization).optimizer == "adamw_8bit" and not initialised:
-        optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
-    else:
-        optimizer = build_optimizer(run, with_loss.model)
-    model, optimizer = run.accelerator.prepare(with_loss, optimizer, device_placement=[initialised] * 2)
+    parts = with_loss, build_optimizer(run, with_loss.model)
+    model, optimizer = run.accelerator.prepare(*parts, device_placement=[initialised] * 2)
     return model, optimizer, with_loss.model

@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks.harness import Table, machine_line
-from scripts.benchmarks.study.page import html_page
+from scripts.benchmarks.study.page import study_page
 from train.extras.report.page import facts_html, machine_facts, section_html
 from train.figures import count
 from train.memory.devices import Device, find_device
@@ -264,7 +264,7 @@ def page(found: Mapping[str, Any], maps: Maps, said: Sequence[str]) -> str:
     refusals = "".join(f"<li>{escape(refusal)}</li>" for refusal in maps.refusals)
     sections += [section_html("Refused", refusals and f"<ul>{refusals}</ul>")]
     sections += [section_html("Machine and versions", facts_html(machine_facts(found)))]
-    return html_page("What fits on which card", f"scripts/study.py {found['command']}", "".join(sections))
+    return study_page("What fits on which card", f"scripts/study.py {found['command']}", "".join(sections))
 
 
 def _model_html(maps: Maps, model: str) -> str:

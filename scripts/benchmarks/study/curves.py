@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from scripts.benchmarks.harness import Table, machine_line
 from scripts.benchmarks.study.charts import COLOURS, drawn_svg
-from scripts.benchmarks.study.page import html_page
+from scripts.benchmarks.study.page import study_page
 from scripts.benchmarks.study.trials import DONE, Outcome, interval, outcomes_of
 from train.extras.report.charts import FIRST, MUTED, Chart
 from train.extras.report.page import facts_html, figures_html, machine_facts, section_html
@@ -68,7 +68,7 @@ def run_page(found: dict[str, Any], said: Sequence[str], tables: Mapping[str, Ro
         section_html("Charts", figures_html(drawn)),
         section_html("Machine and versions", facts_html(machine_facts(found))),
     ]
-    return html_page(found["title"], f"scripts/study.py {found['command']}", "".join(sections))
+    return study_page(found["title"], f"scripts/study.py {found['command']}", "".join(sections))
 
 
 def _table_html(table: Rows) -> str:

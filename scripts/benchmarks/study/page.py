@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 from scripts.benchmarks.study.cells import MEASURED, Cell, Reach, Sweep, frontier
 from scripts.benchmarks.study.charts import charts, frontier_chart
 from scripts.benchmarks.study.findings import findings, shape_of, subject
 from scripts.benchmarks.study.tables import cell_texts, memory_text, size_text, speed_text, why_not
-from train.extras.report.page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
+from train.extras.report.page import facts_html, figures_html, html_page, machine_facts, section_html
 from train.figures import gib
 
 _MORE_CSS = """
@@ -27,6 +28,7 @@ _MORE_CSS = """
 .findings li { margin: 6px 0; }
 .estimated { color: var(--muted); font-style: italic; }
 """
+study_page = partial(html_page, more_css=_MORE_CSS)  # of a title, a line below it, and the body
 
 
 def page(sweep: Sweep) -> str:
@@ -53,18 +55,7 @@ def page(sweep: Sweep) -> str:
         "<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
         "Figures: sweep.json next to this page.</footer>\n"
     )
-    return html_page(title, subject(sweep), "".join(sections) + footer)
-
-
-def html_page(title: str, glance: str, body: str) -> str:
-    """A page around ``body``."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}{_MORE_CSS}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(glance)}</p>\n{body}</main>\n</body>\n</html>\n'
-    )
+    return study_page(title, subject(sweep), "".join(sections) + footer)
 
 
 def _unbroken(text: str) -> str:

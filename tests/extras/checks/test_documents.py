@@ -121,11 +121,6 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
     ]
 
 
-def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:
-    [line] = said([("a", "Spam"), ("b", "spam"), ("c", "ham")], [("d", "ham")])
-    assert line == "3 classes: Spam, ham, spam (of these 'Spam', 'spam' differ only in case or spaces)"
-
-
 @pytest.mark.parametrize(("train", "label"), [([0, 1], "1.5"), ([0, 1], "2.0"), (["1", "True"], "1.0"), ([0, 7], "07")])
 def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
     with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):

@@ -55,9 +55,6 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     """Lines about the classes, how much of the text was cut, and what has no effect."""
     names, train, task = data.label_names, data.examples["train"], data.task
     lines = [f"{len(names)} classes: {', '.join(names[:20])}"] if names else []
-    alike = Counter(" ".join(name.casefold().split()) for name in names)
-    if same := [repr(name) for name in names if alike[" ".join(name.casefold().split())] > 1]:
-        lines[0] += f" (of these {', '.join(same[:4])} differ only in case or spaces)"
     if "document_length" in train.column_names:
         before, most = column(train, "document_length"), config.data.max_length
         if config.get("packing"):  # its rows have lists of them

@@ -19,6 +19,7 @@ class Card(NamedTuple):
     fp16: float
     bf16: float | None
     fp32: float | None
+    context_mib: float | None  # of a process on the card: the CUDA context and kernels, outside of torch's allocator
 
 
 def _cards() -> Iterator[tuple[str, Card]]:

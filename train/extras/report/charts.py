@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.figures import gib, number
@@ -17,17 +18,7 @@ Row = Mapping[str, Any]
 Points = list[tuple[int, float]]
 Curve = tuple[Points, dict[str, Any]]  # and how it looks: arguments of ``Axes.plot``
 
-INK, MUTED, _LINE, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#d8dee4", "#0b62d6", "#c2570c", "#c21f30"
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "path.simplify_threshold": 0.5,  # pixels: a curve of 200,000 points takes 60 KB, and its spikes stay
-    "axes.grid": True,
-    "text.color": INK,
-    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), MUTED),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _LINE),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
-}
+INK, MUTED, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#0b62d6", "#c2570c", "#c21f30"  # as in charts.mplstyle
 _SPLITS: dict[str, Any] = {"validation": {"color": SECOND, "marker": "o"}, "test": {"color": INK, "marker": "D"}}
 
 
@@ -138,7 +129,7 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
         from matplotlib import figure, rc_context
     except ImportError:  # as on a machine with a card that has little more than torch
         return f"<p>{escape(label)} Not drawn: matplotlib is not installed.</p>"
-    with rc_context({**_STYLE, "svg.hashsalt": title}):
+    with rc_context({"svg.hashsalt": title}, Path(__file__).with_suffix(".mplstyle")):
         canvas = figure.Figure(figsize=size, layout="constrained")
         axes = canvas.subplots()
         draw(axes)

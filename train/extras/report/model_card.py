@@ -11,6 +11,7 @@ from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, without_secrets
 from train.tasks import Task
 
+TEMPLATE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 _SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
 _PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask", "SequenceClassification": "text-classification"}
 _PIPELINES |= {"TokenClassification": "token-classification"}
@@ -50,21 +51,17 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
     names = list(dict.fromkeys(name for row in rows for name in row if name != "data"))
     cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
-    sections = [
-        f"---\n{front.to_yaml()}\n---",
-        f"# {_plain(config.of(Options).run_name or task.name)}",
-        f"A {task.title or task.name.replace('_', ' ')} model {origin} on `{_public(config.data.dataset)}`.",
-        "## Results",
-        _table([name.replace("_", " ") for name in names], cells) if rows else "No evaluation was run.",
-        "## Load it",
-        _how_to_load(config, task, is_own, is_peft),
-        "## Training",
-        _table(["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]),
-        "## Before you use it",
-        "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
-        "author to add after the last run, because each run writes this page again.",
-    ]
-    return without_secrets("\n\n".join(sections) + "\n")
+    parts = {
+        "front": front.to_yaml(),
+        "title": _plain(config.of(Options).run_name or task.name),
+        "what": f"{task.title or task.name.replace('_', ' ')} model {origin} on `{_public(config.data.dataset)}`",
+        "results": _table([n.replace("_", " ") for n in names], cells) if rows else "No evaluation was run.",
+        "loading": _how_to_load(config, task, is_own, is_peft),
+        "training": _table(
+            ["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]
+        ),
+    }
+    return without_secrets(TEMPLATE.format(**parts))
 
 
 def _how_to_load(config: Config, task: type[Task], is_own: bool, is_peft: bool) -> str:

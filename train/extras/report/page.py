@@ -12,8 +12,8 @@ from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, several, without_secrets
 
-CSS = "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
+TEMPLATE, CSS = (Path(__file__).with_suffix(kind).read_text(encoding="utf-8") for kind in (".html", ".css"))
+FOOTER = "Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in the same folder."
 
 
 def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: str | None) -> str:
@@ -43,26 +43,14 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
         section_html("Configuration", f'<details class="box">{settings}</details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
-    title = escape(config.of(Options).run_name or Path(config.output.output_dir).resolve().name)
-    return without_secrets(f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{CSS}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="glance">{escape(_glance(kind, summary, evaluations))}</p>
-{"".join(sections)}<footer>
-Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in the same folder.</footer>
-</main>
-</body>
-</html>
-""")
+    sections.append(f"<footer>\n{FOOTER}</footer>\n")
+    title = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
+    return without_secrets(html_page(title, _glance(kind, summary, evaluations), "".join(sections)))
+
+
+def html_page(title: str, glance: str, body: str, more_css: str = "") -> str:
+    """A page that needs no other file, around ``body``."""
+    return TEMPLATE.format(title=escape(title), css=CSS + more_css, glance=escape(glance), body=body)
 
 
 def _glance(kind: str, summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
