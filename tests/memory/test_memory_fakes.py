@@ -103,6 +103,35 @@ def test_numbers_that_are_equal_are_not_the_same_argument() -> None:
     assert found == [torch.int64, torch.float32, torch.int64, torch.int64]
 
 
+def test_the_type_of_results_follows_the_default_type() -> None:
+    with FakeMode():
+        whole, found = torch.empty(4, dtype=torch.int64), list[torch.dtype]()
+        for dtype in torch.bfloat16, torch.float32, torch.bfloat16:
+            torch.set_default_dtype(dtype)
+            try:
+                found.append((whole / 2).dtype)
+            finally:
+                torch.set_default_dtype(torch.float32)
+    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_a_frozen_part_in_inference_mode_is_no_obstacle() -> None:
+    with FakeMode():
+        tensor = torch.empty(4, 6)
+        for is_inference in (True, False, True, False):
+            with torch.inference_mode(is_inference):
+                assert tensor.view(2, 2, 6).shape == (2, 2, 6)
+                assert (tensor + 1).is_inference() is is_inference
+
+
+def test_a_result_is_the_tensor_that_was_given_for_it() -> None:
+    mode, add = FakeMode(), torch.ops.aten.add.out
+    with mode:
+        first, second, third = (torch.empty(4, 6) for _ in range(3))
+    for given in first, third, first:
+        assert mode.dispatch(add, (), (first, second), {"out": given}) is given
+
+
 def test_what_is_kept_keeps_no_tensor_alive() -> None:
     """Or a prediction would count memory that is free."""
     freed: list[str] = []

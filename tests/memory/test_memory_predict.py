@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +256,22 @@ def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictors
             for offload in (False, True)
         )
         assert (rested.peak_bytes, on_host(rested)) == (full.peak_bytes, {})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs sleep(1)")
+def test_a_process_can_be_ended_while_another_thread_waits_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a plan is interrupted, or has what it needs: neither thread fails otherwise than by a message."""
+    monkeypatch.setattr("train.memory.predict.Popen", lambda _, **how: subprocess.Popen(["sleep", "60"], **how))
+    for number in range(60):
+        predictor = Predictor()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(predictor.predict, job())
+            while predictor._process is None:
+                time.sleep(1e-4)
+            time.sleep(number * 5e-5)
+            predictor.close()
+            with pytest.raises(UserError, match="the prediction ended with status"):
+                answer.result(timeout=20)
 
 
 EIGHT_BIT = {

@@ -454,7 +454,7 @@ def test_auto_is_about_the_data_s_own_lengths(monkeypatch: pytest.MonkeyPatch) -
 def test_auto_is_refused_where_nothing_is_predicted(left_open: str, launch: Launch) -> None:
     config = Config().changed(global_batch_size=8, model="gpt2")
     extras.check(config, launch)
-    with pytest.raises(UsageError, match=f"auto is not known for {re.escape(str(launch))}: choose micro_batch_size"):
+    with pytest.raises(UsageError, match=f"auto is not known for {re.escape(str(launch))}: give micro_batch_size"):
         extras.check(config.changed(**{left_open: "auto"}), launch)
 
 
@@ -529,7 +529,7 @@ def test_nothing_is_predicted_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("micro_batch_size", "gradient_checkpointing"):
         config = Config().changed(**{name: "auto", "global_batch_size": 8})
         Extra().check(config, Launch(2))
-        with pytest.raises(UsageError, match="for deepspeed: choose micro_batch_size and gradient_checkpointing"):
+        with pytest.raises(UsageError, match="for deepspeed: give micro_batch_size and gradient_checkpointing"):
             Extra().check(config, launch)
     found = NextToACard(monkeypatch, 2**40, launch=launch)
     found.session.ask()

@@ -39,7 +39,7 @@ class Extra(extras.Extra):
 
     def check(self, config: Config, launch: Launch) -> None:
         if not is_known(launch) and "auto" in map(config.get, ("micro_batch_size", "gradient_checkpointing")):
-            raise UsageError(f"auto is not known for {launch}: choose micro_batch_size and gradient_checkpointing.")
+            raise UsageError(f"auto is not known for {launch}: give micro_batch_size and gradient_checkpointing.")
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:

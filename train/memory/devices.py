@@ -92,4 +92,4 @@ def nccl_buffer_bytes(group_size: int) -> int:
 
 def _context_bytes(capability: tuple[int, int] | None = None) -> int:
     known = {card.compute_capability: card.context_mib for card in CARDS.values() if card.context_mib}
-    return int(known.get(capability, 600)) * _MIB  # of which nothing is known
+    return int(known.get(capability, 600)) * _MIB  # 600: of other cards

@@ -32,6 +32,7 @@ recompute, tiling = module_of("activations", "recompute"), module_of("activation
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
 aten = torch.ops.aten
 _DECIDED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_no_card = partial(patch.object, torch.cuda, "is_available", lambda: False)
 MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch has, fewer than a long mask S × S
 
 
@@ -40,20 +41,22 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[Any, tuple[bool, Any]] = {}  # whether the result is of the first argument, and its own form
+        self._known: dict[Any, tuple[Any, bool]] = {}  # a result's form, None: the first argument; whether it is in its
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags:
-            return super().dispatch(func, types, args, kwargs or {})
-        key = func, *map(_form, (*args, *(kwargs or {}).items()))
+        kwargs, is_plain = kwargs or {}, isinstance(func, OpOverload) and torch.Tag.inplace_view not in func.tags
+        if not is_plain or "out" in kwargs or torch.is_inference_mode_enabled():
+            return super().dispatch(func, types, args, kwargs)
+        key = func, torch.get_default_dtype(), *map(_form, (*args, *kwargs.items()))
         if key not in self._known:
-            result, first = super().dispatch(func, types, args, kwargs or {}), args[0] if args else None
+            result, first = super().dispatch(func, types, args, kwargs), args[0] if args else None
             if isinstance(result, FakeTensor) and isinstance(form := _form(result), tuple):
                 of_first = isinstance(first, Tensor) and storage_of(first) is storage_of(result)
-                if of_first or not (func.is_view or func._schema.is_mutable):
-                    self._known[key] = of_first, None if result is first else form
+                is_new = not (func.is_view or func._schema.is_mutable) and storage_of(result).nbytes() == result.nbytes
+                if of_first or is_new:  # and not a part of something larger
+                    self._known[key] = None if result is first else form, of_first
             return result
-        of_first, form = self._known[key]
+        form, of_first = self._known[key]
         if form is None:
             return args[0]
         shape, strides, offset, dtype, device = form
@@ -65,13 +68,13 @@ class FakeMode(FakeTensorMode):
 
 
 def _form(value: Any) -> Any:
-    """What a result's form depends on: of a tensor its own or, where there is more to it, what equals nothing."""
+    """What the form of a result depends on; if it may depend on more than forms, an object that equals no other."""
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     if not isinstance(value, Tensor):
         return type(value), value
     is_plain = isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided
-    if not is_plain or value.is_conj() or value.is_neg():
+    if not is_plain or value.is_conj() or value.is_neg() or value.is_inference():
         return object()
     return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
 
@@ -201,7 +204,7 @@ def fake_weights(device: torch.device) -> Iterator[None]:
         try:
             network = call_function(*args)
         except Exception:  # it may move what it made, look at values or read a file, which takes real weights
-            with _disable_current_modes(), torch.device("cpu"), patch.object(torch.cuda, "is_available", lambda: False):
+            with _disable_current_modes(), torch.device("cpu"), _no_card():
                 network = call_function(*args)
         for module in network.modules() if isinstance(network, nn.Module) else ():
             for held in (cast("dict[str, Any]", module._parameters), module._buffers):
@@ -235,8 +238,8 @@ def fake_adapters(config: Config) -> Iterator[None]:
 
     adapter, optimizer = config.get("adapter", "none"), config.optimization.optimizer
     needed = ["peft.tuners.lora"] * (adapter != "none") + ["bitsandbytes.optim"] * (optimizer == "adamw_8bit")
-    # bitsandbytes would look for a real card, and load a compiler for functions that nothing here calls
-    with patch.object(torch.cuda, "is_available", lambda: False), patch.object(torch, "compile", lambda f, **_: f):
+    # bitsandbytes would make fake tables, look for a real card, and load a compiler for what nothing here calls
+    with _disable_current_modes(), torch.device("cpu"), _no_card(), patch.object(torch, "compile", lambda f, **_: f):
         for name in needed:
             import_module(name)
     with ExitStack() as stack:

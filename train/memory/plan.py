@@ -23,7 +23,7 @@ from train.records import UserError
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
 SHARDING_GAIN = 0.1  # by which fsdp2 has to be faster than ddp: it communicates more, which is not estimated
 HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
-START_SECONDS = 5.0  # what another process takes to start, about
+START_SECONDS = 5.0  # about what another process takes to start: so long it waits for the first answer
 LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
@@ -111,10 +111,11 @@ class Search:
         return replace(asked, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
 
     def begin(self) -> None:
-        """Has the configuration predicted and, while that lasts, in other processes what a search asks for next."""
-        ways, shardings = self.question.stages[0]
-        least, first = replace(self._base(shardings[0]), loss=self._losses[-1]), None
-        for setting in (self.question.asked, *(least.recomputing(ways[n]) for n in (-1, 0, -(len(ways) // 2)))):
+        """Has the configuration predicted and, while that lasts, in other processes what is probably asked next."""
+        (ways, shardings), loss, first = self.question.stages[0], self._losses[-1], None
+        likely = [(-1, shardings[-1]), (0, shardings[0]), (-(len(ways) // 2), shardings[0])]
+        settings = [replace(self._base(sharding), loss=loss).recomputing(ways[n]) for n, sharding in likely]
+        for setting in (self.question.asked, *settings):
             with suppress(UserError):
                 asked = self._predictions.ask(self.question.job(setting), setting.techniques)
                 first = first or asked

@@ -106,9 +106,8 @@ class Predictor(AbstractContextManager["Predictor"]):
     def close(self, *exception: Any) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
-            self._errors.close()
-        self._process = None
+            self._process.wait()
+        self._process = None  # its pipes close with it: another thread may still be reading
 
     __exit__ = close
 

@@ -84,8 +84,7 @@ class MemorySession:
         if not is_open and not recomputes:
             return config
         if not self._is_predictable:
-            choose = "choose micro_batch_size and gradient_checkpointing"
-            raise UserError(f"auto is not known for {self._device}: {choose}.")
+            raise UserError(f"auto is not known for {self._device}: give micro_batch_size and gradient_checkpointing.")
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config

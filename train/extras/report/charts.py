@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 Points = list[tuple[int, float]]
 Curve = tuple[Points, dict[str, Any]]  # and how it looks: arguments of ``Axes.plot``
 
-INK, MUTED, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#0b62d6", "#c2570c", "#c21f30"  # as in charts.mplstyle
+INK, MUTED, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#0b62d6", "#c2570c", "#c21f30"
 _SPLITS: dict[str, Any] = {"validation": {"color": SECOND, "marker": "o"}, "test": {"color": INK, "marker": "D"}}
 
 

@@ -13,7 +13,6 @@ from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, several, without_secrets
 
 TEMPLATE, CSS = (Path(__file__).with_suffix(kind).read_text(encoding="utf-8") for kind in (".html", ".css"))
-FOOTER = "Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in the same folder."
 
 
 def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: str | None) -> str:
@@ -42,8 +41,8 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
         section_html("Configuration", f'<details class="box">{settings}</details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
+        "<footer>\nSizes in GiB, 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl next to it.</footer>\n",
     ]
-    sections.append(f"<footer>\n{FOOTER}</footer>\n")
     title = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     return without_secrets(html_page(title, _glance(kind, summary, evaluations), "".join(sections)))
 
