@@ -136,9 +136,12 @@ class Slow(Synthetic):
         return super().predict(job)
 
 
-def test_while_the_first_prediction_lasts_others_begin_that_the_search_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_while_the_first_prediction_lasts_others_begin_that_the_search_needs(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan, and what is predicted for it, are those of a search that asks for one after the other."""
-    asked = question(12, micro_batch_size=2, max_length=65536)
+    asked = question(12, world_size=world_size, micro_batch_size=2, max_length=65536)
     expected = make_plan(asked, Predictions(alone := Synthetic(launch_seconds=0)))
     monkeypatch.setattr("train.memory.plan.START_SECONDS", 0.01)
     begun, first = threading.Semaphore(0), list[Job]()

@@ -41,7 +41,7 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[Any, tuple[Any, bool]] = {}  # a result's form, None: the first argument; whether it is in its
+        self._known: dict[Any, tuple[Any, bool]] = {}  # form of a result (None: the first argument); in its storage?
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_plain = kwargs or {}, isinstance(func, OpOverload) and torch.Tag.inplace_view not in func.tags

@@ -23,7 +23,7 @@ from train.records import UserError
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
 SHARDING_GAIN = 0.1  # by which fsdp2 has to be faster than ddp: it communicates more, which is not estimated
 HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
-START_SECONDS = 5.0  # about what another process takes to start: so long it waits for the first answer
+START_SECONDS = 5.0  # without an answer, after which a plan has another process begin: about what one takes to start
 LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
