@@ -75,7 +75,7 @@ def _load(options: Options, split: str) -> datasets.Dataset:
             if kind == "csv":
                 with path.open(encoding="utf-8-sig", newline="") as file:
                     own |= {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
-            found: Any = datasets.load_dataset(kind, **own, split=split)
+            found: Any = datasets.load_dataset(kind, **own, split=split)  # type: ignore
         elif path.is_dir():
             found = datasets.load_dataset(str(path), cache_dir=cache_for(path), split=split)
         elif path.suffix.lower() in KINDS or path.is_absolute():

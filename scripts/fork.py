@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train import extras
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = re.compile(r'\s*"(tests/[^"*]+)",?')  # of tests, in pyproject.toml
 LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SHARED = ("conftest.py", "support.py", "faults/preload.py")  # which do without
@@ -92,8 +93,9 @@ class Fork:
             for words in (["check", "-q", "--fix", "--select", "I,F401,F811"], ["format", "-q"]):
                 subprocess.run([sys.executable, "-m", "ruff", *words, "--no-cache", self.target / "tests"], check=False)
         if self.gone:  # what is left imports extras that are gone in functions, if they are there
-            setting, project = 'typeCheckingMode = "standard"\n', self.target / "pyproject.toml"
-            text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
+            setting, project = "[tool.pyrefly.errors]\n", self.target / "pyproject.toml"
+            text = project.read_text(encoding="utf-8").replace(setting, f'{setting}missing-import = "ignore"\n')
+            text = FOLDERS.sub(lambda found: found[0] if (self.target / found[1]).exists() else "", text)
             project.write_text(text, encoding="utf-8")
         kept = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
         first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n"
@@ -147,14 +149,14 @@ class Fork:
 
 def without_tests(text: str, sign: re.Pattern[str]) -> str:
     """A file of tests without those in which ``sign`` is found, and without functions and imports for these alone."""
-    lines, body = text.splitlines(keepends=True), ast.parse(text).body
+    lines, body = text.splitlines(keepends=True), ast.parse(text).body if sign.search(text) else []
     for node in reversed(body):
         if isinstance(node, ast.FunctionDef):
             begin = min(line.lineno for line in (node, *node.decorator_list)) - 1
-            rest = "".join(lines[:begin] + lines[node.end_lineno :])
-            is_free = node.name.startswith("test_") or not re.search(rf"\b{node.name}\b", rest)
-            if is_free and sign.search("".join(lines[begin : node.end_lineno])):
-                del lines[begin : node.end_lineno]
+            if sign.search("".join(lines[begin : node.end_lineno])):
+                rest = lines[:begin] + lines[node.end_lineno :]
+                if node.name.startswith("test_") or not re.search(rf"\b{node.name}\b", "".join(rest)):
+                    lines = rest
     for node in reversed(body if len(lines) < len(text.splitlines()) else []):  # imports stand above all tests
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
             rest = "".join(lines[: node.lineno - 1] + lines[node.end_lineno :])

@@ -88,12 +88,12 @@ def install():
             raise PermissionError(13, "Permission denied", str(path))
         return begin(path, *args, **options)
 
-    builtins.__import__, os.fsync, os.open = find_module, fsync, open_file
+    builtins.__import__, os.fsync, os.open = find_module, fsync, open_file  # type: ignore
     for name in ("rename", "replace", "remove", "unlink", "rmdir"):
         setattr(os, name, refusing(getattr(os, name)))
     for module in (multiprocessing, multiprocess):
-        module.set_start_method("spawn")  # pyright: ignore[reportAttributeAccessIssue]
-    shutil._use_fd_functions = False  # pyright: ignore[reportAttributeAccessIssue]
+        module.set_start_method("spawn")  # type: ignore
+    shutil._use_fd_functions = False  # type: ignore
     hide(os, OF_OS)
     hide(signal, OF_SIGNAL)
 

@@ -76,7 +76,7 @@ def test_restored_state_continues_exactly_like_the_saved_one(optimizer: Any, tmp
     fresh = training_state(optimizer, seed=1)
     assert checkpoint.restore(folder, fresh) == progress
     assert_equal_states(saved, fresh)
-    assert fresh.model[0].weight is fresh.model[2].weight  # pyright: ignore
+    assert fresh.model[0].weight is fresh.model[2].weight  # type: ignore
     assert_equal_states(trained(saved, 2), trained(fresh, 2))
 
 

@@ -49,7 +49,7 @@ def test_both_parts_have_a_document_at_least(fraction: float, held_out: int) -> 
 
 
 def test_splits_are_taken_as_they_are() -> None:
-    splits = datasets.DatasetDict({name: made_of(name) for name in ("train", "validation", "test")})
+    splits = datasets.DatasetDict({name: made_of(name) for name in ("train", "validation", "test")})  # type: ignore
     found = corpus(splits)
     assert [
         split["text"][:] for split in (found.splits["train"], found.splits["validation"], found.splits["test"])
@@ -214,4 +214,4 @@ def test_an_end_mark_in_a_text_is_text_to_a_classifier_that_looks_for_the_last(t
         # As final/ has it, alone: the figures of the run are those of a pipeline.
         data.task.stand_alone(data.tokenizer).save_pretrained(tmp_path / model_type)
         alone = AutoTokenizer.from_pretrained(tmp_path / model_type)
-        assert tuple(alone("with <|end|> in it")["input_ids"]) in rows
+        assert tuple(alone("with <|end|> in it")["input_ids"]) in rows  # type: ignore

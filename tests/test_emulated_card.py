@@ -367,7 +367,7 @@ def _little_host_memory() -> None:
     offload_small_tensors()
     from train.extras import host_memory
 
-    host_memory.free_host_bytes = lambda *args: 500
+    host_memory.free_host_bytes = lambda *args: 500  # type: ignore
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> No
 def test_ranks_that_share_examples_are_neighbours() -> None:
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
     launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
-    data: Any = PreparedData(*[None] * 3, examples={"train": None}, loading=None)  # pyright: ignore
+    data: Any = PreparedData(*[None] * 3, examples={"train": None}, loading=None)  # type: ignore
     batches = [data.training_batches(run_for(Config(), launch=launch)) for launch in launches]
     assert [part.rank for part in batches] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {(launch.dp_size, launch.mp_size) for launch in launches} == {(2, 4)}
@@ -67,7 +67,7 @@ def test_on_cuda_whoever_knows_the_lost_rank_speaks_before_the_watchdog(monkeypa
         [handler] = accelerator_options(Launch(), torch.device(device), 30)["kwargs_handlers"]
         assert handler.timeout.total_seconds() == seconds
     # also in the groups of meshes and DeepSpeed, which are told none
-    assert distributed_c10d._get_default_timeout(distributed_c10d.Backend.NCCL).total_seconds() == 90  # pyright: ignore
+    assert distributed_c10d._get_default_timeout(distributed_c10d.Backend.NCCL).total_seconds() == 90  # type: ignore
 
 
 @pytest.mark.parametrize(

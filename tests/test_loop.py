@@ -146,8 +146,8 @@ class Recorder:
 def config(optimization: dict[str, Any] | None = None, **output: Any) -> Config:
     return Config(
         architecture=Architecture(model="x"),
-        optimization=Optimization(**{"learning_rate": 0.1, **(optimization or {})}),
-        output=Output(**{"log_every_steps": 1, **output}),
+        optimization=Optimization(**{"learning_rate": 0.1, **(optimization or {})}),  # type: ignore
+        output=Output(**{"log_every_steps": 1, **output}),  # type: ignore
     )
 
 
@@ -372,7 +372,7 @@ def test_steps_before_one_that_fails_are_logged(monkeypatch: pytest.MonkeyPatch)
 
 
 class Forgets(Extra):
-    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:  # pyright: ignore
+    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:  # type: ignore
         pass
 
 

@@ -187,7 +187,7 @@ def gradients(
     """The loss () and the gradients of ``scale`` × loss, in fp64 and divided by ``scale``."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        value = loss(leaves[0], leaves[1], leaves[2], labels)  # pyright: ignore[reportArgumentType]
+        value = loss(leaves[0], leaves[1], leaves[2], labels)  # type: ignore
     (value * scale).backward()
     found = [value.detach().double()]
     for leaf in leaves:

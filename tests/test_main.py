@@ -88,7 +88,7 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     report = (output / "report.html").read_text()
     assert report.count("<path") > 20 and report.count("⟪") == 1  # of the charts, and the seam of the sample
     model = AutoModelForCausalLM.from_pretrained(output / "final")
-    tokenizer = AutoTokenizer.from_pretrained(output / "final")
+    tokenizer: Any = AutoTokenizer.from_pretrained(output / "final")
     assert model.config.vocab_size == len(tokenizer)
     first, *rest = tokenizer("héllo")["input_ids"]
     assert first == tokenizer.bos_token_id and tokenizer.decode(rest) == "héllo"  # the prompt of a document's beginning
@@ -262,7 +262,7 @@ def stopping_after(step: int) -> tuple[str, ...]:
             signal.raise_signal(signal.SIGTERM)
         plain(seed, number, rank)
 
-    train.loop.seed_step = seed_and_signal
+    train.loop.seed_step = seed_and_signal  # type: ignore
     return ()
 
 

@@ -55,8 +55,8 @@ def batch(length: int = 12) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_a_loss_may_read_the_options() -> None:
-    class Weighted(CLASSES):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-        def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    class Weighted(CLASSES):
+        def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore
             weights = torch.tensor((self.data.dataset_options or {})["weights"])
             return nn.functional.cross_entropy(logits.float(), labels, weights, reduction="sum")
 
@@ -154,7 +154,7 @@ def test_saved_language_model_becomes_a_classifier(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     classifier = built(model=str(tmp_path), task=CLASSES, label_names=("a", "b", "c"))
     assert classifier.config.id2label == {0: "a", 1: "b", 2: "c"}
-    assert torch.equal(classifier.get_input_embeddings().weight, saved.get_input_embeddings().weight)  # pyright: ignore
+    assert torch.equal(classifier.get_input_embeddings().weight, saved.get_input_embeddings().weight)  # type: ignore
 
 
 @pytest.mark.parametrize("stored_pad", [None, 7])
@@ -318,7 +318,7 @@ def test_checkpointing_changes_neither_loss_nor_gradients(model_config: dict, ta
     loss, expected = gradients(built(model_config, task).double())
     assert len(expected) > 10
     for mode in MODES:
-        again, found = gradients(built(model_config, task, **mode).double())
+        again, found = gradients(built(model_config, task, **mode).double())  # type: ignore
         assert again == loss
         assert found.keys() == expected.keys()
         for name, gradient in found.items():  # the same operations in the same order: fp64's last bits at most
@@ -396,7 +396,7 @@ def test_every_n_layers_counts_subclasses_of_layers() -> None:
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
     for index in range(4):
-        layers[index] = OwnLayer(model.config, index)  # pyright: ignore[reportArgumentType]
+        layers[index] = OwnLayer(model.config, index)  # type: ignore
     enable_checkpointing(model, "full", every_n_layers=3)
     assert [layer.gradient_checkpointing for layer in layers] == [True, False, False, True]
 

@@ -37,7 +37,7 @@ class Notebook:
             return Path(name).write_text(text, encoding="utf-8")
         python = re.sub(r"^[!%].*$", lambda line: f"_run({line[0]!r})", source, flags=re.MULTILINE)
         tree, self.names["_run"] = ast.parse(python), self._command
-        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None  # pyright: ignore
+        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None  # type: ignore
         exec(compile(tree, "cell", "exec"), self.names)
         self.names |= {name: value for name, value in self._variables.items() if name in self.names}
         return last and eval(compile(last, "cell", "eval"), self.names)

@@ -53,7 +53,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weight_decay_shrinks_matrices_alone(optimizer: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    nn.init.ones_(model[0].bias)  # pyright: ignore[reportArgumentType]
+    nn.init.ones_(model[0].bias)  # type: ignore
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     chosen = build_optimizer(model, Optimization(optimizer=optimizer, learning_rate=0.1, weight_decay=0.5))
     for parameter in model.parameters():
@@ -106,7 +106,7 @@ def test_adamw_is_fused_and_takes_its_settings() -> None:
 def test_an_optimizer_that_no_extra_has_built_is_not_replaced_by_adamw() -> None:
     """As one of a fork whose name is in the Literal, and whose extra is not in NAMES."""
     with pytest.raises(AssertionError, match="no extra has built --optimizer lion"):
-        build_optimizer(llama(), Optimization(optimizer="lion"))  # pyright: ignore[reportArgumentType]
+        build_optimizer(llama(), Optimization(optimizer="lion"))  # type: ignore
 
 
 def rates(total: int = 20, peak: float = 1.0, **settings: Any) -> list[float]:

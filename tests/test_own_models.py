@@ -157,7 +157,7 @@ def test_a_function_may_take_the_configuration() -> None:
     model = built(
         "of_a_width", "causal_lm", max_length=24
     ).model  # with a default, an argument is not the configuration
-    assert model[0].embedding_dim == 16
+    assert model[0].embedding_dim == 16  # type: ignore
 
 
 class Balanced(nn.Module):
@@ -182,8 +182,8 @@ def test_a_balancing_loss_of_a_model_without_a_configuration_counts(as_dict: boo
 class Llama(transformers.LlamaForCausalLM):
     """A transformers model with a loss of its own, which its configuration knows nothing of."""
 
-    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = super().forward(input_ids=input_ids, **more)  # pyright: ignore
+    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # type: ignore
+        found = super().forward(input_ids=input_ids, **more)  # type: ignore
         return {"logits": found.logits, "aux_loss": 0.5 * self.lm_head.weight.new_ones(())}
 
 
@@ -200,7 +200,7 @@ def test_an_auxiliary_loss_of_a_changed_transformers_model_counts() -> None:
 class Regularised(Llama):
     """Makes a loss of its own of its logits, in training alone."""
 
-    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input_ids: Tensor, **more: Any) -> Any:  # type: ignore
         found = super().forward(input_ids, **more)
         if self.training:
             found["aux_loss"] = found["logits"].logsumexp(-1).square().mean()
@@ -307,7 +307,7 @@ class OfLayers(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
         for stage in self.stages:
-            for layer in stage:  # pyright: ignore
+            for layer in stage:  # type: ignore
                 hidden = layer(hidden, cache=self.scale)
         return self.head(hidden)
 
@@ -360,7 +360,7 @@ def test_layers_called_by_keyword_hand_their_inputs_on_as_torch_and_offload_look
     """torch restores the random numbers of the cards that it finds among positional arguments, and only of these."""
     model, seen = OfLayers().train(), list[Any]()
     enable_checkpointing(model, "full")
-    layer: Any = model.stages[0][0]  # pyright: ignore
+    layer: Any = model.stages[0][0]  # type: ignore
     layer._gradient_checkpointing_func = lambda function, *inputs: [seen.append(inputs), function(*inputs)][1]
     hidden, cache = torch.randn(1, 3, 16), torch.ones(())
     layer.drop.p = 0.0
@@ -383,7 +383,7 @@ class Unlike(nn.Module):
 
 
 class Final(Layer):
-    def __init_subclass__(cls, name: str) -> None:  # pyright: ignore
+    def __init_subclass__(cls, name: str) -> None:  # type: ignore
         raise TypeError("final")
 
 
@@ -416,7 +416,7 @@ class OfParts(OfLayers):
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
         for stage in self.stages:
-            for layer in stage:  # pyright: ignore
+            for layer in stage:  # type: ignore
                 hidden = hidden + layer.project(hidden)[..., :16]
         return self.head(hidden)
 
@@ -434,7 +434,7 @@ class Unusual(OfLayers):
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
         for stage in self.stages if self.training and input_ids.shape[1] > 64 else ():
-            for layer in stage:  # pyright: ignore
+            for layer in stage:  # type: ignore
                 hidden = layer.forward(hidden, cache=self.scale)
         return self.head(hidden)
 

@@ -59,7 +59,7 @@ def test_all_modules_are_in_training_mode_in_every_step_and_in_none_of_an_evalua
 
 def test_a_classifier_is_trained_on_another_number_of_classes(recipe: Path, tmp_path: Path) -> None:
     """Its head is drawn like a new one; everything else is the one that was stored."""
-    config = transformers.GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, num_labels=2)  # pyright: ignore
+    config = transformers.GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, num_labels=2)  # type: ignore
     before = transformers.GPT2ForSequenceClassification(config)
     before.save_pretrained(tmp_path / "two")
     tokenizer_of("bytes").save_pretrained(tmp_path / "two")

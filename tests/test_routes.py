@@ -366,7 +366,7 @@ def test_tags_as_shown_in_the_docs_are_learned_and_their_f1_is_that_of_final(for
     summary = json.loads((fork.output / "summary.json").read_text())
     assert summary["metric_name"] == "f1" and summary["predicted_peak_bytes"] > 0
     model, right, found, real = AutoModelForTokenClassification.from_pretrained(fork.output / "final"), 0, 0, 0
-    tokenizer = AutoTokenizer.from_pretrained(fork.output / "final")
+    tokenizer: Any = AutoTokenizer.from_pretrained(fork.output / "final")
     for text in texts[48:]:
         row = json.loads(text)
         ids = tokenizer("".join(f" {word}" for word in row["words"]), add_special_tokens=False)["input_ids"]
@@ -423,7 +423,7 @@ def test_a_task_takes_the_whole_output_of_a_model_without_logits(fork: Fork) -> 
     _, summary = fork.trains(*flags, "--micro_batch_size", 2, "--eval_batch_size", 2)
     assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
     model, losses = AutoModelForQuestionAnswering.from_pretrained(fork.output / "final"), []
-    tokenizer = AutoTokenizer.from_pretrained(fork.output / "final")
+    tokenizer: Any = AutoTokenizer.from_pretrained(fork.output / "final")
     for n in range(7):
         ids = tokenizer(f"number {n} was there", return_tensors="pt")["input_ids"]
         places = torch.tensor([2]), torch.tensor([ids.shape[1] - 2])

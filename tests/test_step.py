@@ -167,7 +167,7 @@ def engine_of(**settings: Any) -> Engine:
 
 def test_what_averages_over_micro_batches_and_ranks_is_undone() -> None:
     engine = engine_of()
-    engine.accelerator = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+    engine.accelerator = SimpleNamespace(  # type: ignore
         gradient_accumulation_steps=4,
         num_processes=6,
         device="cpu",

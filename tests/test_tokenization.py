@@ -62,7 +62,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore
 
 
 @pytest.mark.parametrize("text", UNICODE)

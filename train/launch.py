@@ -92,7 +92,7 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(launch.precision)
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             mixed_precision_policy=MixedPrecisionPolicy(half, torch.float32 if half else None),
-            cpu_offload=False if device.type == "cpu" else None,
+            cpu_offload=False if device.type == "cpu" else None,  # type: ignore
         )
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # or transformers would leave new weights without memory
     return options
@@ -111,7 +111,7 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         plugin.cpu_ram_efficient_loading = False
     if not plugin.transformer_cls_names_to_wrap:
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}
-        plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+        plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))  # type: ignore
 
 
 def exit_with(main: Callable[[], int]) -> None:

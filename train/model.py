@@ -125,4 +125,4 @@ def set_use_cache(network: nn.Module, is_kept: bool) -> None:
     """Sets ``use_cache`` in every part: generation needs the cache of keys and values, an evaluation wastes memory."""
     for module in network.modules():  # the text model of a larger one has a configuration of its own
         if isinstance(config := getattr(module, "config", None), PretrainedConfig) and hasattr(config, "use_cache"):
-            config.use_cache = is_kept
+            config.use_cache = is_kept  # type: ignore

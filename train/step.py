@@ -55,7 +55,7 @@ class Engine:
         optim, accelerator = self.config.optimization, self.accelerator
         bound = 3e38 if optim.max_grad_norm is None else optim.max_grad_norm  # inf would give inf / inf = NaN
         parameters = list(model.parameters())
-        norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=float(optim.grad_norm_type))  # pyright: ignore
+        norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=float(optim.grad_norm_type))  # type: ignore
         if optim.max_grad_value is not None:
             # Not accelerate's, which rejects FSDP2 and would unscale the gradients a second time.
             nn.utils.clip_grad_value_(parameters, optim.max_grad_value)

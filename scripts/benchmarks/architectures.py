@@ -181,7 +181,7 @@ def built(task: str, config: Any, **fields: Any) -> ModelWithLoss:
             parameter.copy_(noise if parameter.ndim > 1 else parameter + 0.1 * noise)
     for module in model.modules():
         if getattr(module, "padding_idx", None) is not None and hasattr(module, "weight"):
-            module.weight.data[module.padding_idx] = 0  # pyright: ignore
+            module.weight.data[module.padding_idx] = 0  # type: ignore
     return model.eval()  # dropout would tell nothing
 
 

@@ -367,11 +367,11 @@ class Training:
         precision = precision_in_use(accelerator, self.run.config.architecture.dtype)
         peak = peak_flops_per_second(device_name(accelerator.device), precision)
         per_second, counted = tokens / seconds_per_step, count_flops(self.network, length)
-        flops = counted and counted.of(length) / length
+        flops = counted.of(length) / length if counted else None
         return {
             "tokens_per_second": per_second,
-            "flops_per_second": flops and flops * per_second,
-            "mfu": flops and peak and flops * per_second / peak,
+            "flops_per_second": flops * per_second if flops else None,
+            "mfu": flops * per_second / peak if flops and peak else None,
         }
 
 
@@ -379,10 +379,10 @@ def job_from(values: Mapping[str, Any]) -> Job:
     """The job that was written as JSON."""
     from train.memory.predict import Job, Target
 
-    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
+    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})  # type: ignore
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     documents = tuple(map(tuple, values["documents"]))
-    return Job(**{**values, **lists, "target": target, "documents": documents})
+    return Job(**{**values, **lists, "target": target, "documents": documents})  # type: ignore
 
 
 def this_target() -> Target:
@@ -544,7 +544,7 @@ def losses() -> dict[str, Loss]:
     def recomputed(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         """``chunked`` as it is under fp16, which cannot prepare gradients in forward."""
         how = product_dtype(hidden), PLAIN
-        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # type: ignore
 
     chunks: dict[str, Any] = {"chunked": chunked_sum, RECOMPUTED: recomputed}
     return {"full": full, **chunks, "cce": cce_sum, "liger": liger_sum}
@@ -573,7 +573,7 @@ def example_lengths(config: Config, folder: Path) -> np.ndarray:
     from train.records import column
 
     prepared = prepare_data(silent_run(config.changed(output_dir=str(folder)), Accelerator()))
-    return column(prepared.examples["train"], "length")  # pyright: ignore[reportArgumentType]
+    return column(prepared.examples["train"], "length")
 
 
 def example_order(num_examples: int, seed: int) -> np.ndarray:

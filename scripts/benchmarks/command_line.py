@@ -30,7 +30,7 @@ def read(kind: type[T], program: str, description: str | None, arguments: Sequen
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(program, description=description, formatter_class=shape, allow_abbrev=False)
     hints, helps = typing.get_type_hints(kind), help_of(kind)
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+    for field in dataclasses.fields(kind):  # type: ignore
         text = f"{helps.get(field.name, '')} (default: {field.default})".strip().replace("%", "%%")
         hint = hints[field.name]
         if hint is bool:
@@ -73,7 +73,7 @@ def reader_of(hint: Any, optional: bool = False) -> Callable[[str], Any]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{word!r} is not a valid {hint.__name__}") from None
 
-    value.metavar = "|".join(choices) if choices else {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")  # pyright: ignore
+    value.metavar = "|".join(choices) if choices else {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")  # type: ignore
     return value
 
 

@@ -182,7 +182,7 @@ def whole_network() -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = dict(MODEL)
+    values: dict[str, Any] = dict(MODEL)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
 
@@ -265,7 +265,7 @@ def main() -> None:
 
 def case_from(values: dict[str, Any]) -> Case:
     """A case read from JSON."""
-    return Case(**{**values, "division": Division(**values["division"])})
+    return Case(**{**values, "division": Division(**values["division"])})  # type: ignore
 
 
 if __name__ == "__main__":

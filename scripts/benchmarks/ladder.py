@@ -157,7 +157,8 @@ def page(found: dict[str, Any]) -> str:
 
 def measured(options: Options, device: Device) -> int:
     """Measures on this machine's card and prints the page; with --write it continues what an earlier call tried."""
-    about, name = {**harness.about(), "device": device.name}, f"ladder-{harness.slug(device.name)}"
+    about: dict[str, Any] = {**harness.about(), "device": device.name}
+    name = f"ladder-{harness.slug(device.name)}"
     path = options.output_dir / f"{name}.json" if options.write else None
     results = ladder_search.Results(path, about["versions"])
     search = ladder_search.Search(device, results, about, options.budget_seconds, options.step_seconds, options.takes)

@@ -144,7 +144,7 @@ def measure_trainer(job: Job) -> dict[str, Any]:
             output_dir=folder, per_device_train_batch_size=1, max_steps=2, bf16=True, report_to="none",
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        Trainer(network, arguments, train_dataset=rows).train()  # pyright: ignore[reportArgumentType]
+        Trainer(network, arguments, train_dataset=rows).train()  # type: ignore
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
@@ -242,7 +242,14 @@ class Search:
 
     def _add(self, kind: str, rung: Rung, length: int, **found: Any) -> str:
         """Keeps and prints a row; returns its outcome."""
-        row = {"kind": kind, "key": rung.key, "model": rung.model, "rung": rung.name, "length": length, **found}
+        row: dict[str, Any] = {
+            "kind": kind,
+            "key": rung.key,
+            "model": rung.model,
+            "rung": rung.name,
+            "length": length,
+            **found,
+        }
         self.results.add(row, self.about)
         print(TABLE.row(cells(row)), flush=True)
         return row["outcome"]

@@ -90,7 +90,7 @@ def chosen_workloads(options: Options, device_type: str, precision: str) -> list
         raise SystemExit("All numbers must be positive, and hidden_size a multiple of 64.")
     known = GPU_WORKLOADS if device_type == "cuda" else CPU_WORKLOADS
     asked = [load for load in known if options.workload in ("both", load.name)]
-    loads = [replace(load, mixed_precision=precision, **changes) for load in asked]
+    loads = [replace(load, mixed_precision=precision, **changes) for load in asked]  # type: ignore
     if uneven := [load.name for load in loads if load.steps % load.turn_steps]:
         raise SystemExit(f"steps must be a multiple of turn_steps ({', '.join(uneven)}).")
     return loads

@@ -181,7 +181,7 @@ def run_trl(load: Workload, adapter: str, folder: Path) -> tuple[list[float], li
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import DPOConfig, DPOTrainer  # type: ignore
 
     ends: list[float] = []
 
@@ -277,7 +277,7 @@ class Processes(harness.Processes):
 def measured(options: Options) -> dict[str, Any]:
     """Time and memory of each row."""
     given = {name: value for name, value in asdict(options).items() if name in Workload.__dataclass_fields__}
-    load, processes = Workload(**given), Processes(building.training_device().type == "cpu", LIBRARIES)
+    load, processes = Workload(**given), Processes(building.training_device().type == "cpu", LIBRARIES)  # type: ignore
     found: dict[str, dict[str, Any]] = {}
     for kind, adapter in KINDS.items():
         print(f"{kind}:", flush=True)

@@ -237,11 +237,12 @@ def checked(options: Options, path: Path | None, about: dict[str, Any]) -> dict[
     on_card = torch.cuda.is_available()
     default = 1024 if not on_card else 131072 if this_device().total_bytes >= 40 * 2**30 else 32768
     length = options.length or default
-    found = {**about, "model": options.model, "length": length, "checks": {}}
+    found: dict[str, Any] = {**about, "model": options.model, "length": length, "checks": {}}
     if path is not None and path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if (earlier["model"], earlier["length"]) == (options.model, length):
             found["checks"] = {name: row for name, row in earlier["checks"].items() if row["ok"]}
+    row: dict[str, Any]
     for name, check in CHECKS.items():
         if name in found["checks"]:
             continue

@@ -71,7 +71,7 @@ def measured(options: Options) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     given = {name: asdict(options)[name] for name in Options.__annotations__}
     defaults = ON_CARD if device.type == "cuda" else ON_CPU
-    shape = {name: defaults[name] if value is None else value for name, value in given.items()}
+    shape: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
     rungs = {name: settings for name, settings in RUNGS.items() if device.type != "cpu" or "offload" not in name}
     steps = {name: model_step(shape, settings, device) for name, settings in rungs.items()}
     print(f"{len(steps)} rungs on {device}", flush=True)

@@ -55,7 +55,7 @@ def shape_of(network: nn.Module) -> Shape:
     """The shape of a transformers decoder on any device, before it is sharded."""
     config: Any = network.config
     counted = count_flops(network, 192)
-    classes = set(getattr(network, "_no_split_modules", None) or ())
+    classes = set(getattr(network, "_no_split_modules", None) or ())  # type: ignore
     layers = [module for module in network.modules() if type(module).__name__ in classes]
     return Shape(
         num_parameters=sum(p.numel() for p in network.parameters()),

@@ -197,7 +197,7 @@ def run_trainer(job: Job) -> None:
             return SequentialSampler(rows)
 
     arguments = TrainingArguments(**trainer_settings(job), remove_unused_columns=False)
-    InOrder(job.network, arguments, train_dataset=rows, callbacks=[ticks(job.clock)]).train()  # pyright: ignore[reportArgumentType]
+    InOrder(job.network, arguments, train_dataset=rows, callbacks=[ticks(job.clock)]).train()  # type: ignore
 
 
 def run_trl(job: Job) -> None:
@@ -205,7 +205,7 @@ def run_trl(job: Job) -> None:
     entropy. It shifts the labels itself, so it computes one position more."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
-    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+    from trl import SFTConfig, SFTTrainer  # type: ignore
 
     from train.extras.readers.own_tokenizers import build_tokenizer
 
@@ -342,7 +342,7 @@ def measure(take_turn: Callable[[], None], variant: str, load: Workload, trace_m
             before = loss_of(network, job.tokens)
             RUNS[variant](job)
         after = loss_of(network, job.tokens)
-    peak = torch.cuda.max_memory_allocated() if on_cuda else traced and traced.peak_bytes
+    peak = torch.cuda.max_memory_allocated() if on_cuda else traced.peak_bytes if traced else None
     return Measurement(job.clock.turns, before, after, peak)
 
 

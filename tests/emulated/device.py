@@ -83,7 +83,7 @@ def install(settings: Settings) -> None:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         sys.modules[name]._foreach_supported_types.append(CardTensor)
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch._C._set_only_lift_cpu_tensors(True)  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._set_only_lift_cpu_tensors(True)
     _read_by_safetensors()
     joined: Any = extras.Extras
     each, inside = joined.each, joined.inside
@@ -124,7 +124,7 @@ def _install_cuda(settings: Settings) -> None:
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: card.live_peak
     cuda.reset_peak_memory_stats = reset_peak
     cuda.memory._record_memory_history, cuda.memory._dump_snapshot = record_history, dump_snapshot
-    torch._C._cuda_attach_out_of_memory_observer = card.observers.append  # pyright: ignore
+    torch._C._cuda_attach_out_of_memory_observer = card.observers.append  # type: ignore
     cuda._is_in_bad_fork = lambda: False  # builds for CUDA do not seed a process that was forked
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: card.random.manual_seed(seed)
     cuda.get_rng_state = lambda device=None: card.random.get_state()

@@ -28,18 +28,18 @@ class CardTensor(torch.Tensor):
 
     _host: Tensor
     _block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore
 
     @staticmethod
     def __new__(cls, host: Tensor, block: Block) -> CardTensor:
-        made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, host.size(), host.stride(), host.storage_offset(), dtype=host.dtype, device=CUDA, layout=host.layout
         )
         made._host, made._block = host, block
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -90,7 +90,7 @@ def copy_late(target: Tensor, source: Tensor, is_async: bool) -> None:
             card.race("a copy on another stream reads memory before it has waited for the stream that computes it")
         if written is not None and max(written.written, written.used) > stream.knows:
             card.race("a copy on another stream writes memory before it has waited for the stream that uses it")
-    references = [block and weakref.ref(block) for block in blocks]
+    references = [weakref.ref(block) if block else None for block in blocks]
 
     def run() -> None:
         if not computing and any(reference and reference() is None for reference in references):

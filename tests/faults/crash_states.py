@@ -72,7 +72,7 @@ def _recorded(trace: Path, rank: int) -> None:
         if self.is_main:
             os.write(descriptor, b"done")
 
-    checkpoint.complete, Outputs.finish = completed, finished
+    checkpoint.complete, Outputs.finish = completed, finished  # type: ignore
 
 
 class Node:

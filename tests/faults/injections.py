@@ -88,7 +88,7 @@ def _at_step(step: int, place: str, action: Callable[[], None], rank: int) -> No
             action()
         return advance(*arguments)
 
-    loop.seed_step, loop.advance, Accelerator.backward = begins, ends, in_the_middle
+    loop.seed_step, loop.advance, Accelerator.backward = begins, ends, in_the_middle  # type: ignore
 
 
 def examples_to(folder: Path) -> Fault:
@@ -118,7 +118,7 @@ def _examples_to(folder: Path, rank: int) -> None:
         file.flush()
         return advance(progress, *rest)
 
-    loop.seed_step, Engine.step, loop.advance = begins, keep_ids, write
+    loop.seed_step, Engine.step, loop.advance = begins, keep_ids, write  # type: ignore
 
 
 def _shown(path: str | Path) -> str:
@@ -157,7 +157,7 @@ class Changes:
                 self.count(f"sync {_shown(path)}")
             fsync(descriptor)
 
-        checkpoint._safetensors, os.fsync = written, sync
+        checkpoint._safetensors, os.fsync = written, sync  # type: ignore
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -311,7 +311,7 @@ def _without_network(rank: int) -> None:
         print("a socket was asked for", file=sys.stderr, flush=True)
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    socket.socket.connect = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    socket.socket.connect = refuse  # type: ignore
     socket.create_connection = socket.getaddrinfo = refuse
 
 

@@ -37,7 +37,7 @@ with suppress(ImportError):
 
     # As conftest.py does in its process:
     charts.svg = lambda *arguments, **options: "<svg></svg>"
-    sample.sample = lambda *arguments: None
+    sample.sample = lambda *arguments: None  # type: ignore
 
 with suppress(ImportError):
     from train.memory.predict import Predictor

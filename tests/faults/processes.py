@@ -102,7 +102,7 @@ def context() -> ForkServerContext:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
     try:
-        multiprocessing.forkserver._forkserver.ensure_running()  # pyright: ignore
+        multiprocessing.forkserver._forkserver.ensure_running()
     finally:
         os.environ.pop("PYTHONPATH")
         if before:

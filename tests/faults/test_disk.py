@@ -227,7 +227,7 @@ def test_copy_that_does_not_fit_into_host_memory_is_not_made(
 def no_room_in_host_memory(rank: int) -> None:
     import train.extras.endurance.checkpoints as checkpoints
 
-    checkpoints.free_host_bytes = lambda: 1000
+    checkpoints.free_host_bytes = lambda: 1000  # type: ignore
 
 
 def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _rate_of(first: int, rate: float, last: int, rank: int) -> None:
     def changed(step: int, *rest: Any) -> float:
         return rate if first <= step <= last else plain(step, *rest)
 
-    loop.learning_rate_at = changed
+    loop.learning_rate_at = changed  # type: ignore
 
 
 def loss_without_bound(window: int) -> Fault:
@@ -134,7 +134,7 @@ def _once(fault: Fault, rank: int) -> None:
         loop.learning_rate_at = plain
         return go_back(*arguments)
 
-    checkpoints.go_back = healed
+    checkpoints.go_back = healed  # type: ignore
 
 
 @pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])

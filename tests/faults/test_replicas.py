@@ -49,7 +49,7 @@ def compared_every(steps: int) -> Fault:
 
 
 def _compared_every(steps: int, rank: int) -> None:
-    checkpoints.COMPARED_EVERY_STEPS = steps
+    checkpoints.COMPARED_EVERY_STEPS = steps  # type: ignore
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

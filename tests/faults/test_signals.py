@@ -428,9 +428,9 @@ def _asked_while_one_rank_has_left_the_preparation(folder: Path, rank: int) -> N
         return batches(*args)
 
     if rank == 0:
-        PreparedData.training_batches = leave  # pyright: ignore[reportAttributeAccessIssue]
+        PreparedData.training_batches = leave  # type: ignore
     else:
-        RankWatch._until = late  # pyright: ignore[reportAttributeAccessIssue]
+        RankWatch._until = late  # type: ignore
         threading.Thread(target=ask, daemon=True).start()
 
 

@@ -368,5 +368,5 @@ def test_each_allocation_and_free_of_a_prediction_is_recorded() -> None:
         del one
         assert [size for _, size in tracker.trace] == [512, 1024, -512, 1024, -1024]
         live = [(key, block.num_bytes) for key, block in tracker.live.items() if block.num_bytes]
-        assert live == [(two.untyped_storage()._tracked_as, 1024)]  # pyright: ignore
+        assert live == [(two.untyped_storage()._tracked_as, 1024)]  # type: ignore
         assert tracker.live_bytes == 1024 and len(tracker.live) == 2 and not empty.numel()

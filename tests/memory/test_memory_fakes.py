@@ -37,7 +37,7 @@ OPERATORS: dict[str, Made] = {
     "into a given tensor": lambda a, b: torch.add(b, 1, out=a),
     "another shape in place": lambda a, b: a.clone().t_(),
     "grown in place": lambda a, b: a.clone().resize_(8, 6),
-    "another's memory": lambda a, b: a.clone().set_(b),  # pyright: ignore[reportCallIssue, reportArgumentType]
+    "another's memory": lambda a, b: a.clone().set_(b),  # type: ignore
     "several": lambda a, b: torch.cat([a, b], dim=1),
     "a tuple": lambda a, b: a.max(dim=1),
     "pieces": lambda a, b: a.split(2),

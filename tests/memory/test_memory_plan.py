@@ -320,7 +320,7 @@ def test_ranks_are_sharded_only_where_it_is_worth_it() -> None:
 
 
 def test_offloads_only_where_nothing_else_fits() -> None:
-    assert make_plan(question(24), Predictions(Synthetic())).best.setting.sharding == "none"  # pyright: ignore
+    assert make_plan(question(24), Predictions(Synthetic())).best.setting.sharding == "none"  # type: ignore
     plan = make_plan(question(24), Predictions(Synthetic(fixed=40 * GIB)))
     best = plan.best
     assert best is not None and best.setting.sharding == OFFLOAD

@@ -64,8 +64,8 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
         target=target,
         vocab_size=model.get("vocab_size", 600),
         micro_batch_size=2,
-        accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
-        **{"length": 128, **fields},
+        accumulates=(values["gradient_accumulation_steps"] or 1) > 1,  # type: ignore
+        **{"length": 128, **fields},  # type: ignore
     )
 
 
@@ -126,7 +126,7 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
         enable_checkpointing(network, mode, every, offload=True)
         found = [getattr(module, "_gradient_checkpointing_func", None) for module in network.modules()]
         offloaded = next(function for function in found if isinstance(function, OffloadedInputs))
-        offloaded.transfers = {torch.device("cpu"): elsewhere}  # pyright: ignore[reportAttributeAccessIssue]
+        offloaded.transfers = {torch.device("cpu"): elsewhere}  # type: ignore
     marks: list[Mark] = [lambda phase: None]
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
     engine.step(model, optimizer, window)
@@ -676,7 +676,7 @@ def test_a_batch_has_the_inputs_that_the_data_has() -> None:
     """Such as those of a decoder, which has a length of its own, and labels that are numbers."""
     tensors = {"input_ids": ((-1,), "int64"), "decoder_input_ids": ((5,), "int32"), "labels": ((5,), "float32")}
     tensors["is_quoted"] = ((-1,), "bool")
-    batch = random_batch(Job({}, Target("cpu"), 300, 2, 16, tensors=tensors), 3)
+    batch = random_batch(Job({}, Target("cpu"), 300, 2, 16, tensors=tensors), 3)  # type: ignore
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.inputs.items()} == {
         "input_ids": ((3, 16), torch.int64),
         "decoder_input_ids": ((3, 5), torch.int32),

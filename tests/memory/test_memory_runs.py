@@ -107,7 +107,7 @@ def test_every_rank_needs_room_for_all_weights_under_fsdp2_too(recipe: Path, mon
     tokenizer = build_tokenizer("bytes", ())
     data = SimpleNamespace(task=load_task("causal_lm")(run.config), tokenizer=tokenizer, label_names=())
     with pytest.raises(UserError, match="host memory: the weights need"):
-        session.MemorySession._refuse_weights(SimpleNamespace(_run=run, _data=data))  # pyright: ignore
+        session.MemorySession._refuse_weights(SimpleNamespace(_run=run, _data=data))  # type: ignore
 
 
 def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_a_rank_without_an_example_rehearses_the_one_that_it_is_lent() -> None:
     examples = Dataset.from_dict({"input_ids": [[1, 2]], "length": [2]})
     lent = SimpleNamespace(example_ids=(), shape=(1, 2))
     data: Any = Data(Loading(lambda *_: pytest.fail("it is loaded")), {"validation": examples}, lent)
-    assert _evaluated(SimpleNamespace(), data) is lent  # pyright: ignore[reportArgumentType]
+    assert _evaluated(SimpleNamespace(), data) is lent  # type: ignore
 
 
 def test_replicas_of_shards_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,7 +588,7 @@ def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_p
     asked = Job(to_values(found.run.config), Target("cuda"), 300, 8, 64, eval_batch_size=16)
     found.session._asked = [asked]
     error = torch.OutOfMemoryError(MESSAGE)
-    error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # pyright: ignore
+    error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # type: ignore
     text = found.session.explain(error)
     assert "−13.00 GiB  --eval_batch_size 1 " in text
     assert "--micro_batch_size" not in text and "peak 16.00 GiB" in text  # not that of the training step

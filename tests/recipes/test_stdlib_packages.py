@@ -28,7 +28,7 @@ def library(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def load(recipe: ModuleType, **options: float) -> dict[str, Any]:
-    return recipe.documents(Config(data=Data(**options)))  # pyright: ignore[reportArgumentType]
+    return recipe.documents(Config(data=Data(**options)))  # type: ignore
 
 
 def test_a_python_without_its_library(recipe: ModuleType, library: Path) -> None:

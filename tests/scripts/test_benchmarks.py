@@ -273,7 +273,7 @@ def test_machine_line() -> None:
     assert harness.machine_line(found) == "CPU, 2 cores; python 3, torch 2"
     found |= {"date": "2026-01-01"}
     assert harness.machine_line(found, "here", ["torch"]) == "here; torch 2; 2026-01-01"
-    found["hardware"] = {**found["hardware"], "gpus": [{"name": "NVIDIA X 1"}]}
+    found["hardware"] = {**found["hardware"], "gpus": [{"name": "NVIDIA X 1"}]}  # type: ignore
     assert harness.machine_line(found, names=()).startswith("NVIDIA X 1; ")
     assert harness.device_slug(found) == "nvidia-x-1"
 

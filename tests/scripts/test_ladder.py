@@ -341,7 +341,7 @@ def test_what_a_full_card_trains_leaves_nothing_free_and_starts_the_search(
 
     monkeypatch.setattr(rungs, "outcome_at", outcome)
     rung: Any = rungs.rungs_of("0.5b")[0]
-    gib_lengths = [rungs.predicted_longest(rung, held, None, on_full_card=full) for full in (False, True)]  # pyright: ignore
+    gib_lengths = [rungs.predicted_longest(rung, held, None, on_full_card=full) for full in (False, True)]  # type: ignore
     assert gib_lengths == [24_000, 24_576]  # of 23.5 GiB, and of 24
     row = {"model": "0.5b", "rung": "nothing", "length": 4096, "full_length": 5120}
     (tmp_path / "ladder-predicted-x.json").write_text(

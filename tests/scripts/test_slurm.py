@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import ROOT, sampled
-from test_multi_node import free_port, last_step, newest_checkpoint, until  # pyright: ignore[reportMissingImports]
+from test_multi_node import free_port, last_step, newest_checkpoint, until
 
 from train.checkpoint import verify
 from train.figures import read_metrics

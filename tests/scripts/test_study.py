@@ -149,7 +149,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]
     class Processes:
         def __init__(self, on_cpu: bool) -> None: ...
 
-        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:
+        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:  # type: ignore
             job = task.job
             ran.append((task.technique, job.length, job.micro_batch_size, task.accumulation_steps))
             if ran[-1][:3] == ("checkpointing", 64, 2):
@@ -235,7 +235,7 @@ def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     class Processes:
         def __init__(self, on_cpu: bool) -> None: ...
 
-        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:
+        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:  # type: ignore
             return {"status": FAILED, "reason": "model_config: llama has no field knots."}
 
     monkeypatch.setattr(run, "Predictor", Fails)

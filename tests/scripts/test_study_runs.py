@@ -33,7 +33,7 @@ RESULTS = ROOT / "docs" / "results"
 def outcome(variant: str, seed: int, value: float, **more: Any) -> Outcome:
     metrics = {"bits_per_byte": value, "loss": 2 * value, "accuracy": value}
     own = {"metric_name": "bits_per_byte", "peak_bytes": 2**30, "tokens_per_second": 100.0, "seconds": 1.0}
-    return Outcome(variant, seed, DONE, **{"metrics": metrics, **own, **more})
+    return Outcome(variant, seed, DONE, **{"metrics": metrics, **own, **more})  # type: ignore
 
 
 def results(*outcomes: Outcome, target_loss: float | None = None) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Mean(nn.Module):
 
 
 class Maskless(Mean):
-    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore
         return super().forward(input_ids)
 
 
@@ -101,7 +101,7 @@ class InATuple(Mean):
 
 
 class Masked(Mean):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # pyright: ignore
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore
         return super().forward(input_ids, attention_mask)
 
 

@@ -34,7 +34,7 @@ def made(name: str, **options: Any) -> Task:
 
 
 def ids_of(text: str) -> list[int]:
-    return list(BYTES(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+    return list(BYTES(text, add_special_tokens=False)["input_ids"])  # type: ignore
 
 
 def encoded(task: Task, *texts: str, **columns: list[Any]) -> list[dict[str, Any]]:
@@ -81,9 +81,9 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
     monkeypatch.setattr("train.tasks.BYTES_AT_ONCE", 100)
     task, recording = made(name, max_length=16), Recording()
     texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
-    found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # type: ignore
     assert recording.calls == [[60], [60], [40], [500], [1], [99], [0]]
-    task.encode({"text": texts[4:], "label": ["x"] * 3}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    task.encode({"text": texts[4:], "label": ["x"] * 3}, recording, ("x", "y"))  # type: ignore
     assert recording.calls[7:] == [[1, 99, 0]]
     alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
     for name in task.example_columns:
@@ -94,7 +94,7 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
 class Renamed(causal_lm.Task):
     """Gives a column under another name than ``example_columns`` has."""
 
-    def cut(self, *document: Any) -> Any:  # pyright: ignore
+    def cut(self, *document: Any) -> Any:  # type: ignore
         for row in super().cut(*document):
             yield {"tokens": row["tokens"], "length": row["length"], "size": row["num_bytes"]}
 
@@ -486,7 +486,7 @@ def test_a_trained_head_keeps_its_order_whatever_the_case_of_the_data(
 
 
 def test_marks_that_a_text_brings_are_not_written_twice() -> None:
-    task, end = made("causal_lm"), int(BYTES.eos_token_id)  # pyright: ignore
+    task, end = made("causal_lm"), int(BYTES.eos_token_id)  # type: ignore
     (start,), (last,) = task.special_tokens(BYTES)
     assert (start, last) == (end, end)
     assert task.framed([5, 6], BYTES) == [end, 5, 6, end] == task.framed([end, 5, 6, end], BYTES)

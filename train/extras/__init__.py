@@ -6,7 +6,7 @@ change the batches, change the model, wrap the step, and hear of events: the cor
 of :data:`ORDER`. Only this file lists them all.
 """
 
-# pyright: reportReturnType=false
+# pyrefly: ignore-errors[bad-return]
 from __future__ import annotations
 
 import difflib

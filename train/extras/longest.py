@@ -11,7 +11,7 @@ from train.records import MicroBatch, column
 def longest_of(batches: Batches) -> list[MicroBatch]:
     """The longest examples of all; two micro-batches where a model decides which takes more. Loaded by this process."""
     lengths, arithmetic = column(batches.examples, "length"), batches.arithmetic
-    ids = [with_padding(np.argsort(-lengths, kind="stable")[: arithmetic.micro_batch_size].tolist(), lengths)]
+    ids = [with_padding(np.argsort(-lengths, kind="stable")[: arithmetic.micro_batch_size].tolist(), lengths)]  # type: ignore
     if (of_rounds := getattr(batches.loading.rounds, "longest", None)) is not None:  # an extra's may have their own
         ids = of_rounds(lengths, arithmetic)
     return list(load(batches.examples, replace(batches.loading, num_workers=0, deliver=None), ids, (batches.seed, 0)))

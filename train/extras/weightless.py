@@ -77,4 +77,4 @@ def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | N
 def skipped_positions(model: nn.Module) -> int:
     """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore
+    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # type: ignore

@@ -77,7 +77,7 @@ def this_device() -> Device:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     card, is_nvidia = find_card(properties.name), torch.version.hip is None  # AMD counts its chips differently
     capability, bandwidth = (properties.major, properties.minor) if is_nvidia else None, card and card.bytes_per_second
-    return Device(properties.name, properties.total_memory, _context_bytes(capability), capability, bandwidth)
+    return Device(properties.name, properties.total_memory, _context_bytes(capability), capability, bandwidth)  # type: ignore
 
 
 def nccl_buffer_bytes(group_size: int) -> int:

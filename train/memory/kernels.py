@@ -170,7 +170,7 @@ def card_attention(card: Target, asked: str | None = None) -> Iterator[set[str]]
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            query, key, value, attn_mask = _cast((query, key, value, attn_mask), device, dtype)  # pyright: ignore
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), device, dtype)
         scale, tensors, kernel = options.get("scale"), (query, key, value), "math"  # MPS has no other that trains
         if device == "cuda":
             kernel = attention_kernel(card, tensors, attn_mask, dropout_p, is_causal)
@@ -274,7 +274,7 @@ def library_losses(capability: tuple[int, int], costs: Costs) -> Iterator[None]:
 
     def cce(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         _count_products(costs, hidden, weight, 1)  # it computes the logits twice
-        return _Liger.apply(hidden, weight, bias, capability, costs)  # pyright: ignore[reportReturnType]
+        return _Liger.apply(hidden, weight, bias, capability, costs)  # type: ignore
 
     with (
         patched(fused, "cut_cross_entropy", cce),
@@ -305,7 +305,7 @@ class _Liger(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         found = [g if needed else None for g, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)]
         return *found, None, None
 

@@ -104,9 +104,9 @@ def _install_answers(capability: tuple[int, int]) -> None:
     for name, answer in {**answers, "get_device_name": "this card"}.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     # otherwise a real tensor is made before the first fake one of a device, which fails in a build for CUDA
-    fake_tensor.init_gpu_context = lambda device: None
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore
     # otherwise fake tensors from Python numbers are made on the card first
-    FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore
 
 
 def _check(device: str) -> None:
@@ -177,7 +177,7 @@ def _still_streams() -> None:
     cuda: Any = torch.cuda
     any_torch: Any = torch
     cuda.Stream = cuda.Event = any_torch.Event = _Stream
-    cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = lambda *args: _Stream()
+    cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = lambda *args: _Stream()  # type: ignore
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = cuda._lazy_init = any_torch.Tensor.record_stream = lambda *args: None
     any_torch.Tensor.pin_memory = lambda tensor, *args: tensor  # host memory, which is not counted

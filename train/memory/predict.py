@@ -59,7 +59,7 @@ class Job:
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
     eval_length: int | None = None  # S of the longest batch that is evaluated; None: ``length``
-    special_tokens: tuple[int | None, int | None, int | None] = (0, 2, 1)  # start, end and padding: RoBERTa's
+    special_tokens: tuple[int | None, ...] = (0, 2, 1)  # start, end and padding: RoBERTa's
     world_size: int = 1
     sharding: str = "none"  # none, ddp, fsdp2 or fsdp2_offload
 

@@ -205,7 +205,7 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
             stack.enter_context(fake_weights(run.accelerator.device))
             stack.enter_context(fake_adapters(run.config))
         with_loss = build_model(run, load_task(job.values["task"]), *job.tokenizer_and_labels, has_weights=False)
-        with_loss.tie_weights()  # left out with the initialisation
+        with_loss.tie_weights()  # type: ignore - left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     parts = with_loss, build_optimizer(run, with_loss.model)
     model, optimizer = run.accelerator.prepare(*parts, device_placement=[initialised] * 2)

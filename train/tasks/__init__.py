@@ -42,7 +42,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise UserError(f"no logits: a task's own loss_sum and scores can take the model's {type(logits).__name__}.")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
-    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
+    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})  # type: ignore
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Task:
         calls = [[text] for text in texts] if is_much else [list(texts)]
         for some in calls:
             found = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            yield from found["input_ids"]  # pyright: ignore[reportReturnType]
+            yield from found["input_ids"]
 
     def special_tokens(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """The tokenizer's special tokens for the start and the end of a sequence, its own first, one each or none."""
@@ -232,7 +232,7 @@ def tokenize(
     for name, documents in corpus.splits.items():
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # A process that does not begin as a copy of this one (on Windows) could not import a task that is a file.
-        may_share = ":" not in task.data.task or multiprocess.get_start_method() == "fork"  # pyright: ignore
+        may_share = ":" not in task.data.task or multiprocess.get_start_method() == "fork"  # type: ignore
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(num_cores(), useful)

@@ -123,7 +123,7 @@ def predicted(found: dict[str, Any]) -> tuple[noise.Law, list[noise.Prediction]]
     laws = [noise.mean_law(outcomes, size, target) for outcomes in rates.get(size, {}).values()]
     # Of several learning rates the fastest, as in what the law is compared with.
     law = min(filter(None, laws), key=lambda law: law.steps(size), default=None)
-    return law and (law, noise.predictions(law, rates, target))
+    return (law, noise.predictions(law, rates, target)) if law else None
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:

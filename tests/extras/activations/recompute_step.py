@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
 
 
 def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
-    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES, tiling.MIN_TILE_TOKENS = 1, 4096, 2
+    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES, tiling.MIN_TILE_TOKENS = 1, 4096, 2  # type: ignore
     launch = read_launch()
     init_gloo(launch)
     accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))

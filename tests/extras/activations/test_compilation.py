@@ -166,7 +166,7 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
 def test_layers_that_only_their_model_names_are_compiled_too() -> None:
     """As in older code for transformers, whose layers cannot recompute by themselves."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    model._no_split_modules = ["Linear"]  # pyright: ignore[reportArgumentType]
+    model._no_split_modules = ["Linear"]  # type: ignore
     assert compile_layers(model, "eager") == 2
 
 

@@ -76,7 +76,7 @@ def _held(tensor: Tensor) -> Callable[[], Tensor | None]:
         if found is None:
             return None
         dtype, offset, size = shape
-        return torch.empty(0, dtype=dtype).set_(found, offset, (size,))  # pyright: ignore[reportCallIssue]
+        return torch.empty(0, dtype=dtype).set_(found, offset, (size,))  # type: ignore
 
     return tensor_again
 
@@ -87,7 +87,7 @@ def offloaded(model: nn.Module, transfers: LazyCopies, mode: str = "full", every
     found = {m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")}
     (offload,) = found
     assert isinstance(offload, OffloadedInputs)
-    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
+    offload.transfers = {torch.device("cpu"): transfers}  # type: ignore
     return offload
 
 
@@ -211,7 +211,7 @@ class OfItsOwn(PreTrainedModel):
         self.layers, self.recomputes = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), False
         self.post_init()
 
-    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:  # pyright: ignore
+    def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:  # type: ignore
         self.recomputes = value
 
     def get_input_embeddings(self) -> nn.Module:
@@ -274,7 +274,7 @@ def test_what_several_layers_share_is_not_copied() -> None:
         return checkpoint_of_torch(function, *inputs, use_reentrant=False)
 
     offload = OffloadedInputs(checkpoint)
-    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
+    offload.transfers = {torch.device("cpu"): transfers}  # type: ignore
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
         out = offload(lambda x, e, m, w: (x * e * m * w).sin(), out, encoded, mask, weights)
@@ -355,8 +355,8 @@ def test_layers_of_ones_own_recompute_where_they_are_told_and_in_training_alone(
     layer: Any
     for number, layer in enumerate(model.layers):
         plain = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = lambda *given, n=number, to=plain: checkpoints.append(n) or to(*given)
-        layer.times = 0
+        layer._gradient_checkpointing_func = lambda *given, n=number, to=plain: checkpoints.append(n) or to(*given)  # type: ignore
+        layer.times = 0  # type: ignore
     model.train()(torch.arange(6)[None]).sum().backward()
     assert [layer.times for layer in model.layers] == [2, 1, 2, 1] and checkpoints == [0, 2]
     model.eval()(torch.arange(6)[None])
@@ -416,7 +416,7 @@ def drawing_attention(values: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]
     return values * mask, mask
 
 
-drawing_attention.register_autograd(  # pyright: ignore
+drawing_attention.register_autograd(  # type: ignore
     lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
 )

@@ -332,7 +332,7 @@ class Placed(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         out = self.down(self.up(hidden).relu())
         if self.places:
-            out = out + self.table[: hidden.shape[1]]  # pyright: ignore
+            out = out + self.table[: hidden.shape[1]]  # type: ignore
         return out + hidden.roll(1, 1) if self.shifts else out
 
 
@@ -365,7 +365,7 @@ def test_what_treats_tokens_alone_in_a_module_of_ones_own_is_found_by_trying_it(
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 33)
     torch.manual_seed(0)
     model = Own(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), Routed(), Gated(), Normed()).double()
-    model.layers[2].mlp.drop.p = 0.0  # pyright: ignore
+    model.layers[2].mlp.drop.p = 0.0  # type: ignore
     expected = step(copy.deepcopy(model))
     state, drawn = {n: p.detach().clone() for n, p in model.named_parameters()}, torch.get_rng_state()
     assert tile_mlps(model) == "tiled_mlp: 2 MLPs and 5 norms compute in tiles"
@@ -381,7 +381,7 @@ def test_what_treats_tokens_alone_in_a_module_of_ones_own_is_found_by_trying_it(
     with_scale = torch.full((1, 100, 1), 0.5, dtype=torch.float64)  # may differ by token, so nothing is cut
     hidden, mlp = torch.randn(1, 100, 8, dtype=torch.float64), Gated().double().eval()
     tiled = copy.deepcopy(mlp)
-    tiled.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    tiled.__class__ = tiling._tiled(Gated)  # type: ignore
     torch.testing.assert_close(tiled(hidden, with_scale), mlp(hidden, with_scale), rtol=0, atol=0)
 
 
@@ -395,7 +395,7 @@ class Averaging(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training:
-            self.usual.lerp_(hidden.detach().abs().mean().to(self.usual), 0.1)  # pyright: ignore
+            self.usual.lerp_(hidden.detach().abs().mean().to(self.usual), 0.1)  # type: ignore
         return self.down(self.up(hidden).relu())
 
 
@@ -418,7 +418,7 @@ def test_tiles_of_ones_own_module_draw_the_same_dropout_again(monkeypatch: pytes
         return ModelWithLoss(model)({"input_ids": ids}, ids)
 
     loss().backward()
-    weight: Tensor = model.layers[0].mlp.up.weight  # pyright: ignore
+    weight: Tensor = model.layers[0].mlp.up.weight  # type: ignore
     direction = torch.randn_like(weight)
     assert weight.grad is not None
     slope = (weight.grad * direction).sum().item()
@@ -435,8 +435,8 @@ def test_a_weight_that_its_mlp_does_not_use_gets_no_gradient(monkeypatch: pytest
     """A gradient of zeros would let it decay."""
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)
     mlp = Gated()
-    mlp.spare = nn.Linear(8, 8)  # pyright: ignore[reportAttributeAccessIssue]
-    mlp.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    mlp.spare = nn.Linear(8, 8)
+    mlp.__class__ = tiling._tiled(Gated)  # type: ignore
     mlp(torch.randn(1, 40, 8)).sum().backward()
     assert {name for name, p in mlp.named_parameters() if p.grad is None} == {"spare.weight", "spare.bias"}
 
@@ -445,7 +445,7 @@ def test_a_module_of_ones_own_without_such_parts_says_what_it_needs() -> None:
     model = Own(Mixed())
     for layer in model.layers:
         layer.norm = nn.Identity()
-    model.norm = nn.Identity()  # pyright: ignore
+    model.norm = nn.Identity()  # type: ignore
     with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile .* none of its layers has a known mlp"):
         tile_mlps(model)
 
@@ -476,7 +476,7 @@ def test_a_tiled_module_may_be_called_by_keyword(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", 8)
     hidden, mlp = torch.randn(1, 100, 8), Gated().eval()
     tiled = copy.deepcopy(mlp)
-    tiled.__class__ = tiling._tiled(Gated)  # pyright: ignore
+    tiled.__class__ = tiling._tiled(Gated)  # type: ignore
     for found in (tiled(hidden=hidden), tiled(hidden, None), tiled(hidden, scale=None)):
         assert found.grad_fn is not None and "Tiles" in type(found.grad_fn).__name__
         torch.testing.assert_close(found, mlp(hidden))

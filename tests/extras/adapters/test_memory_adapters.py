@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from test_memory_predict import H100, LLAMA, job, tracked_peak  # pyright: ignore[reportMissingImports]
+from test_memory_predict import H100, LLAMA, job, tracked_peak
 
 from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from train.memory.predict import Predictor

@@ -114,7 +114,7 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
         names = ["adam_beta1", "adam_beta2", "adam_epsilon", *momentum]
         assert describe(data, told) == [f"{name}: does nothing with --optimizer {optimizer}" for name in names]
     assert describe(data, config.changed(optimizer="adamw_8bit", adam_beta2=0.9)) == []
-    own: Any = replace(told, optimization=replace(told.optimization, optimizer="lion"))  # nothing is known of it
+    own: Any = replace(told, optimization=replace(told.optimization, optimizer="lion"))  # type: ignore - nothing is known of it
     assert describe(data, own) == []
     assert describe(data, config.changed(hub_model_id="me/mine")) == [
         "hub_model_id: does nothing with --push_to_hub False"

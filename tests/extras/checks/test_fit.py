@@ -24,7 +24,7 @@ def test_only_the_index_of_a_table_is_explained_by_sizes() -> None:
     said: list[str] = []
     for error in (IndexError("list index out of range"), RuntimeError("device-side assert triggered")):
         run: Any = SimpleNamespace(config=Config(), outputs=SimpleNamespace(say=said.append))
-        error.add_note = said.append  # pyright: ignore[reportAttributeAccessIssue]
+        error.add_note = said.append  # type: ignore
         assert Extra().failed(run, error) is None
     assert len(said) == 1 and said[0].startswith("A table of the model may be too small")
 
@@ -98,5 +98,5 @@ def test_an_index_that_no_table_has_gets_a_hint_and_other_errors_get_none() -> N
     on_a_card, other = map(RuntimeError, ("CUDA error: device-side assert triggered", "CUDA error: misaligned address"))
     for error in (on_a_card, other):
         assert Extra().failed(run, error) is None
-    assert "max_length 77 positions" in on_a_card.__notes__[0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert "max_length 77 positions" in on_a_card.__notes__[0]  # type: ignore
     assert not hasattr(other, "__notes__")

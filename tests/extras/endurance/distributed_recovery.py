@@ -166,7 +166,7 @@ def run_partly_used() -> dict[str, Any]:
     ids = torch.tensor([[1, 2, 3]]) if accelerator.process_index == 0 else torch.tensor([[4, 5, 6]])
     window = [MicroBatch({"input_ids": ids}, ids, 3, (0,), 3)]
     Recovering(plain_engine(accelerator, None), lambda line: None).step(model, optimizer, window)
-    moved = (network.heads[1].weight - before["heads.1.weight"]).detach()  # pyright: ignore[reportOperatorIssue]
+    moved = (network.heads[1].weight - before["heads.1.weight"]).detach()  # type: ignore
     everyone = gathered((seen, moved.tolist()))
     hidden = before["embedding.weight"][torch.tensor([1, 2, 3])]
     logits = hidden @ before["heads.0.weight"].T + before["heads.0.bias"]

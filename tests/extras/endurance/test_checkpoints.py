@@ -94,7 +94,7 @@ def test_copy_is_of_the_step_that_was_saved_although_training_continues(
 class OnCard(Tensor):
     """A tensor that says it is on a card."""
 
-    is_cuda = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_cuda = True
 
 
 def test_copies_of_a_card_share_one_page_locked_buffer_of_their_size(

@@ -153,7 +153,7 @@ def test_measures_come_from_the_other_extras_where_asked_for() -> None:
     measure = ("a measure", lambda: True)
     for on_oom, expected in (("split", []), ("adapt", [measure])):
         run = run_with(on_oom=on_oom)
-        run.extras.each = lambda method, *given: [measure] if method == "memory_measure" else []  # pyright: ignore
+        run.extras.each = lambda method, *given: [measure] if method == "memory_measure" else []  # type: ignore
         engine = Extra().wrap_step(run, Engine(run.accelerator, run.config))
         assert isinstance(engine, Recovering)
         assert list(engine._find_measures(None)) == expected

@@ -60,12 +60,12 @@ class _Interrupted(torch.autograd.Function):
     """The identity, with a function that is called in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, interrupt: Callable[[], None]) -> Tensor:  # pyright: ignore
+    def forward(ctx: Any, hidden: Tensor, interrupt: Callable[[], None]) -> Tensor:  # type: ignore
         ctx.interrupt = interrupt
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore
         ctx.interrupt()
         return grad, None
 
@@ -568,12 +568,12 @@ def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int, monkey
     """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
     monkeypatch.setattr(pytest.importorskip("train.extras.activations.recompute"), "MIN_OFFLOADED_BYTES", 1)
     from test_model import LLAMA, built
-    from test_recompute import LazyCopies, offloaded  # pyright: ignore[reportMissingImports]
+    from test_recompute import LazyCopies, offloaded  # type: ignore
 
     def update(guard: Callable[[Engine], Engine], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
         network = built({**LLAMA, "num_hidden_layers": 3}, tiled_mlp=True).double()
         offload = offloaded(network, transfers) if transfers is not None else None
-        return trained(network, guard)[0], offload  # pyright: ignore[reportArgumentType]
+        return trained(network, guard)[0], offload  # type: ignore
 
     expected, _ = update(plain, None)
     transfers, guard = LazyCopies(), Guard()

@@ -73,7 +73,7 @@ def measured(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[dict
     layers |= {name: [f"{name}.weight", f"{name}.bias"] for name in ("blocks.0", "blocks.1", "head")}
     found: dict[str, nn.Parameter] = dict(copy.named_parameters())
     flat = {
-        layer: torch.cat([found[name].grad.flatten() for name in names])  # pyright: ignore
+        layer: torch.cat([found[name].grad.flatten() for name in names])  # type: ignore
         for layer, names in layers.items()
     }
 

@@ -329,7 +329,7 @@ def test_heads_are_shared_only_where_a_kernel_does(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 128, head_size))
-    assert attention._kernels_share_heads(query, dropout) is shares  # pyright: ignore[reportArgumentType]
+    assert attention._kernels_share_heads(query, dropout) is shares  # type: ignore
 
 
 # Which models can be told

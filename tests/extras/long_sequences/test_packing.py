@@ -231,7 +231,7 @@ def test_whole_examples_with_a_label_are_not_packed(
 @pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
 def test_rows_of_documents_are_not_divided_among_ranks(name: str) -> None:
     engine = "deepspeed" if name == "sp_size" else "ddp" if name == "tp_size" else "fsdp2"
-    launch = replace(Launch(world_size=2, engine=engine), **{name: 2})
+    launch = replace(Launch(world_size=2, engine=engine), **{name: 2})  # type: ignore
     config = Config().changed(model="x")
     extras.check(config, launch)
     with pytest.raises(UsageError, match=r"parallel 2 in the launch file .*packing: leave packing out"):

@@ -58,8 +58,8 @@ def main(name: str) -> None:
         cases = [*itertools.product([liger_sum], OBJECTIVES, [torch.float32, torch.bfloat16], SCALES, [False, True])]
     else:
         # The interpreter has none of CUDA's own functions.
-        import triton.language as tl  # pyright: ignore[reportMissingImports]
-        from cut_cross_entropy import tl_utils  # pyright: ignore[reportMissingImports]
+        import triton.language as tl  # type: ignore
+        from cut_cross_entropy import tl_utils  # type: ignore
 
         tl_utils.tl_log1p = lambda x: tl.log(x + 1.0)
         cases = [*itertools.product([cce_sum], [PLAIN], [torch.float16], (1.0, 2.0**10), [False])]

@@ -331,8 +331,8 @@ def test_a_step_that_raises_leaves_nothing_behind(training: Training):
     with pytest.raises(MemoryError):
         training.step(batch(2, 32), batch(1, 4))
     hook.remove()
-    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0  # pyright: ignore
-    assert not any(p._post_accumulate_grad_hooks for p in training.network.parameters())  # pyright: ignore
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0  # type: ignore
+    assert not any(p._post_accumulate_grad_hooks for p in training.network.parameters())  # type: ignore
     meter = training.meter
     assert (meter.phase, meter.last_shape) == ("forward", (2, 32))
     assert meter.bytes_by_kind[ACTIVATIONS] > 0
@@ -410,10 +410,10 @@ def test_a_clean_run_raises_no_alarm(training: Training, followed: list[str]):
         last[:] = [args[0].detach().clone()]  # kept until the next one
         length = args[0].shape[1]
         cache.setdefault(length, torch.zeros(256, 256))  # kept for ever
-        training.network.constant.view(-1)  # pyright: ignore - seen by each step, born in none
+        training.network.constant.view(-1)  # type: ignore - seen by each step, born in none
 
     training.network.lm_head.register_forward_pre_hook(habits)
-    training.network.constant = torch.zeros(256, 256)  # pyright: ignore - no buffer, but there before
+    training.network.constant = torch.zeros(256, 256)  # no buffer, but there before
     for length in (32, 48, 64, 80, 96, 96, 96, 96):
         training.step(batch(4, length))
     for _ in range(6):

@@ -109,9 +109,9 @@ def test_counting_leaves_the_model_and_the_generators_alone():
     torch.manual_seed(0)
     model = _llama().train()
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    implementation = model.config._attn_implementation  # pyright: ignore
+    implementation = model.config._attn_implementation  # type: ignore
     model_flops_per_token(model, 512)
-    assert model.training and model.config._attn_implementation == implementation  # pyright: ignore
+    assert model.training and model.config._attn_implementation == implementation  # type: ignore
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -143,7 +143,7 @@ def test_below_the_first_trained_weight_there_is_no_backward():
 def test_frozen_weights_have_no_gradient_of_their_own():
     model = _llama()
     model.requires_grad_(False)
-    model.get_input_embeddings().requires_grad_(True)  # pyright: ignore
+    model.get_input_embeddings().requires_grad_(True)  # type: ignore
     assert model_flops_per_token(model, 512) == alike(4 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
 
 
@@ -333,7 +333,7 @@ class _Recomputed(nn.Module):
         self.layer = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return checkpoint(self.layer, self.table(input_ids), use_reentrant=False)  # pyright: ignore
+        return checkpoint(self.layer, self.table(input_ids), use_reentrant=False)  # type: ignore
 
 
 def test_what_is_computed_again_does_not_count():
@@ -364,7 +364,7 @@ class _Asks(nn.Module):
 class _AsksAtTheHead(transformers.LlamaForCausalLM):
     """Could be counted up to its head, which a language model must not go without."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore
         return self.lm_head(self.model(input_ids)[0] * int(input_ids.max()))
 
 
@@ -382,7 +382,7 @@ class _Loops(nn.Module):
         return torch.stack(list(states), 1)
 
 
-@pytest.mark.parametrize("build", [_Asks, lambda: _AsksAtTheHead(_llama().config), _Loops])  # pyright: ignore
+@pytest.mark.parametrize("build", [_Asks, lambda: _AsksAtTheHead(_llama().config), _Loops])  # type: ignore
 def test_model_that_cannot_be_counted_has_no_figure(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch):
     if build is _Loops:  # ten times as many take seconds
         monkeypatch.setattr("train.extras.meter.flops.MAX_OPERATORS", MAX_OPERATORS // 10)

@@ -26,7 +26,7 @@ from train.extras.meter.tracker import (
 
 def number_of(tensor: torch.Tensor) -> int:
     """That of its storage."""
-    return tensor.untyped_storage()._tracked_as  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.untyped_storage()._tracked_as  # type: ignore
 
 
 def test_kinds_have_the_names_and_the_order_that_summaries_show() -> None:
@@ -82,7 +82,7 @@ def test_what_stays_between_steps_is_told_apart() -> None:
     optimizer = torch.optim.SGD(network.parameters())
     optimizer.state[network.weight] = {"step": 3, "momentum_buffer": torch.ones(10, 10)}
     shard, part = torch.ones(100), torch.ones(25)
-    shard.to_local = lambda: part  # pyright: ignore[reportAttributeAccessIssue]
+    shard.to_local = lambda: part  # type: ignore
     tracker = StorageTracker("cpu")
     tag_held(tracker, network, optimizer)
     held = {PARAMETERS: 4 * (100 + 10 + 3 + 20 + 16 + 1 + 5 + 7 + 1), OPTIMIZER_STATE: 400}

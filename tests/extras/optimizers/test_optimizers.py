@@ -322,7 +322,7 @@ def test_a_weight_that_is_laid_out_otherwise_gets_its_own_gradients(monkeypatch:
         config = settings(learning_rate=0.1, optimizer_offload=offloads)
         optimizer = build_optimizer(nn.ParameterList([weight]), config, DEVICE)
         if offloads:
-            optimizer._link = Link(torch.device("cuda"), weight.nbytes)  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer._link = Link(torch.device("cuda"), weight.nbytes)  # type: ignore
         for _ in range(3):
             weight.grad = torch.empty_like(weight).copy_(gradient)
             optimizer.step()

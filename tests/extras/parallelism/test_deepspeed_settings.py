@@ -39,7 +39,7 @@ def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None
     optimization = {name: value for name, value in given.items() if not name.isupper()}
     config = Config(
         architecture=Architecture(dtype=cast("Any", dtype), attn_implementation=attention),
-        optimization=Optimization(**{"micro_batch_size": 2, "gradient_accumulation_steps": 4, **optimization}),
+        optimization=Optimization(**{"micro_batch_size": 2, "gradient_accumulation_steps": 4, **optimization}),  # type: ignore
     )
     with patch.dict(os.environ, environment):
         return engine_settings(config, launch)
@@ -111,7 +111,7 @@ def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, con
 def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[list[list[int]]] = []
     monkeypatch.setattr("train.data.load", lambda examples, loading, id_lists, seed: parts.append(list(id_lists)))
-    data: Any = PreparedData(*[None] * 4, loading=Loading(print))  # pyright: ignore
+    data: Any = PreparedData(*[None] * 4, loading=Loading(print))  # type: ignore
     rows = datasets.Dataset.from_dict({"length": [9, 8, 7, 6]})
     for launch in (replace(SEQUENCES, world_size=4, rank=3), replace(TWO, tp_size=2, rank=1)):
         data.evaluation_batches(run_for(Config(), launch=launch), rows)

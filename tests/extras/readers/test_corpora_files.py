@@ -828,7 +828,7 @@ def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.M
 
 
 def saved(**splits: list[dict[str, Any]]) -> datasets.DatasetDict:
-    return datasets.DatasetDict({name: datasets.Dataset.from_list(records) for name, records in splits.items()})
+    return datasets.DatasetDict({name: datasets.Dataset.from_list(records) for name, records in splits.items()})  # type: ignore
 
 
 def test_a_saved_dataset_dict(tmp_path: Path) -> None:

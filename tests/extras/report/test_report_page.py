@@ -152,7 +152,7 @@ class _Attack(Task):
 def test_everything_from_the_run_is_escaped():
     attack = _Attack.title
     matrix = {"kind": "evaluation", "step": 1, "split": attack, "bits_per_byte": 2.0, attack: attack}
-    matrix["confusion_matrix"] = [[1, 0], [0, 1]]
+    matrix["confusion_matrix"] = [[1, 0], [0, 1]]  # type: ignore
     summary = {
         **SUMMARY,
         "metric_name": attack,

@@ -98,7 +98,7 @@ def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path, mon
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     recorder = _Recorder(["trackio", "wandb"])
     config = _config(report_to=["trackio", "wandb"], output_dir=str(tmp_path / "night"))
-    start_trackers(recorder, config)  # pyright: ignore[reportArgumentType]
+    start_trackers(recorder, config)
     (project,), named = recorder.calls[0]
     assert project == PROJECT
     assert named["config"] == tracked(config)

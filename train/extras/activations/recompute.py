@@ -43,9 +43,9 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     layers = layers_of(model)
     try:
         if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # type: ignore
         elif hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # type: ignore
         elif not layers:
             raise ValueError("it is not of transformers, and has no nn.ModuleList of layers")
     except ValueError as error:
@@ -62,7 +62,7 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
         if (recompute := vars(module).get("_gradient_checkpointing_func")) is not None:
             vars(module)["_gradient_checkpointing_func"] = offloaded(recompute)
             # Needed by reentrant checkpoints alone. With a frozen embedding autograd would keep its output, a leaf.
-            getattr(model, "disable_input_require_grads", list)()
+            getattr(model, "disable_input_require_grads", list)()  # type: ignore
 
 
 def _calls(model: nn.Module) -> bool:
@@ -133,7 +133,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     def within(checkpoint: Any, function: Any, *inputs: Any, **options: Any) -> Any:
         return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *inputs, **options)
 
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = set(getattr(model, "_no_split_modules", None) or ())  # type: ignore
     known = layers_of(model)
     layers = [m for m in model.modules() if m in known or type(m).__name__ in names]
     if not layers:

@@ -53,7 +53,7 @@ def parts_to_tile(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         return _own_parts(model)
     layers = [layer for layer in _layers_with_mlp(model) if _gives_hidden_states_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
-    around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
+    around = [stack for stack in stacks if stack.layers[0] in layers]  # type: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
     norms = [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
     return [layer.mlp for layer in layers], norms
@@ -123,7 +123,7 @@ class Tiled(nn.Module):
         return super().forward(*args, **named)
 
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
-    def forward(self, *args: Any, **named: Any) -> Tensor:  # pyright: ignore
+    def forward(self, *args: Any, **named: Any) -> Tensor:  # type: ignore
         hidden, *others = [value for value in (*args, *named.values()) if value is not None]
         tokens = hidden.shape[:-1].numel()
         size = max(MIN_TILE_TOKENS, hidden.shape[-1], min(tokens // 16, MAX_TILE_TOKENS))  # at least H, as ALST does
@@ -174,7 +174,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore
         (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden, weights = torch.empty_like(tokens), ctx.part.trained()

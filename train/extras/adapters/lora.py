@@ -74,7 +74,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     heads, all_linear = _trained_heads(model, auto_class), own.lora_target_modules == ("all-linear",)
     settings = LoraConfig(
         r=own.lora_rank,
-        lora_alpha=own.lora_alpha,  # pyright: ignore - a fraction is as good
+        lora_alpha=own.lora_alpha,  # type: ignore - a fraction is as good
         lora_dropout=own.lora_dropout,
         target_modules=linear if all_linear else list(own.lora_target_modules),
         task_type=TASK_TYPES.get(auto_class.removeprefix("AutoModelFor")),
@@ -144,13 +144,13 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _heads(model: nn.Module, auto_class: str) -> list[str]:
     """Names of modules that are neither quantised nor get adapters by ``all-linear``."""
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore
     return [n for n, module in model.named_modules() if module is output] + _trained_heads(model, auto_class)
 
 
 def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
     """Names of the modules of a transformers model that no pretrained model brings: classifiers' heads and the like."""
-    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)  # type: ignore
     if auto_class.removeprefix("AutoModelFor") not in (*NEW_HEADS, "QuestionAnswering") or base is None:
         return []
     return [name for name, child in model.named_children() if child is not base and list(child.parameters())]
@@ -162,12 +162,12 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-    whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # T5 casts to the type of such a weight
+    whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # type: ignore - T5 casts to the type of such a weight
     for name in linear:
         if type(layer := model.get_submodule(name)) is nn.Linear and whole.isdisjoint(name.split(".")):
             has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
             new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
-            new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # pyright: ignore
+            new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # type: ignore
             new.quant_state = scales
             if has_bias:
                 new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
@@ -181,7 +181,7 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
             layer.bias.data = layer.bias.data.to(compute_dtype)
         # On some processors the layer repacks its weights in evaluation, and has no gradient from then on.
         layer.support_avx512bf16_for_cpu = False
-    model.is_loaded_in_4bit = True  # pyright: ignore - by which peft knows
+    model.is_loaded_in_4bit = True  # type: ignore - by which peft knows
 
 
 def _refuse_bytes(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -91,7 +91,7 @@ class Extra(extras.Extra):
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
                 stack.enter_context(lock(Path(config.output.output_dir)))
-            self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
+            self._saving = Saving(config.of(Options).save_in_background, self._watch.gather if self._watch else None)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
             if self._watch and self._is_trained:
@@ -140,7 +140,7 @@ class Extra(extras.Extra):
             why = f"{launch} cannot repeat a step"
         elif type(engine) is not Engine:
             why = "another engine makes the step"
-        elif not is_alone and run.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # pyright: ignore
+        elif not is_alone and run.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # type: ignore
             why = "DDP is compiled"
         is_asked = on_oom in ("split", "adapt")
         if why is not None or not (is_asked or (on_oom == "auto" and is_alone)):

@@ -41,10 +41,10 @@ class Saving:
         self._in_background, self._gather = in_background, gather or (lambda _, text: [text])
         # Of the checkpoint that is being written: what this rank has written of it, as JSON; and when it is complete.
         self._on_its_way: tuple[Future[str], Future[None]] | None = None
-        self._last_failed, self._written = False, None
+        self._written: Progress | None = None
         self._buffer = torch.empty(0)  # for copies from a card: page-locked, and used again
         self.replicas: nn.Module | None = None  # a model that every rank holds as a whole
-        self._compared_step = 0
+        self._last_failed, self._compared_step = False, 0
         self.checkpoints_in_background = 0
         self.longest_stall_seconds: float | None = None  # for which training stood still for a checkpoint on the way
 

@@ -315,7 +315,7 @@ def follow_launcher() -> None:
     """
     if (start := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         meet, own = distributed_c10d.rendezvous, f"start {start}"
-        distributed_c10d.rendezvous = lambda *a, **k: ((PrefixStore(own, s), *ranks) for s, *ranks in meet(*a, **k))
+        distributed_c10d.rendezvous = lambda *a, **k: ((PrefixStore(own, s), *ranks) for s, *ranks in meet(*a, **k))  # type: ignore
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform == "linux" and any(name in os.environ for name in launchers):
         launcher = os.getppid()

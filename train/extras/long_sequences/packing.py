@@ -47,7 +47,7 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # the room that is left, and the number of the row, ascending
-    for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+    for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():  # type: ignore
         length = int(lengths[number])
         if (place := bisect_left(open_rows, (length, 0))) < len(open_rows):
             left, row = open_rows.pop(place)
@@ -100,7 +100,7 @@ def collate_packed(
     """
     parts = [[collate([member], seed, pad_id=pad_id) for member in members(row)] for row in rows]
     lengths = [[part.inputs["input_ids"].shape[1] for part in row] for row in parts]
-    width = max(map(sum, lengths))
+    width = max(sum(row) for row in lengths)
 
     def laid_out(rows: list[list[torch.Tensor]], value: int) -> torch.Tensor:
         return pad([torch.cat(row, dim=1).squeeze(0) for row in rows], value)

@@ -47,4 +47,4 @@ class TokenRounds(Rounds):
         most = arithmetic.global_batch_size - arithmetic.dp_size + 1  # the other ranks have one each
         sizes = np.minimum(np.minimum(self.max_tokens // widths, most), np.arange(len(order), 0, -1))
         firsts = dict.fromkeys(int(np.argmax(sizes * widths**power)) for power in (1, 2))  # attention may keep pairs
-        return [with_padding(order[i : i + int(sizes[i])].tolist(), lengths) for i in firsts]
+        return [with_padding(order[i : i + int(sizes[i])].tolist(), lengths) for i in firsts]  # type: ignore

@@ -68,7 +68,7 @@ def chunked_sum(
     dtype = product_dtype(hidden)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     prepares = learns and dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (dtype, objective), prepares)  # pyright: ignore
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (dtype, objective), prepares)  # type: ignore
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         if ctx.prepares:
             # In place: a second backward through the same graph raises. One-dimensional: else the factor would be
             # rounded to the gradient's type first.

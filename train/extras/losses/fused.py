@@ -54,7 +54,7 @@ def _is_installed(kernel: str) -> bool:
     is_there = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
     if not is_there or kernel != "cce":
         return is_there
-    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+    from cut_cross_entropy import linear_cross_entropy  # type: ignore
 
     # 25.1, as on the package index, sums gradients in half precision.
     return "accum_c_fp32" in inspect.signature(linear_cross_entropy).parameters
@@ -85,7 +85,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
 
     By position: so the gradient from above, loss scaling included, is applied before anything is rounded.
     """
-    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+    from cut_cross_entropy import linear_cross_entropy  # type: ignore
 
     # The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
     options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": "cce_kahan_full_c"}
@@ -101,7 +101,7 @@ def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective =
 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: Objective) -> Tensor:
     """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore
 
     terms = {"lse_square_scale": how.z_loss, "label_smoothing": how.label_smoothing}
     exact = {"ignore_index": IGNORE, "reduction": "sum", "accum_dtype": torch.float32}

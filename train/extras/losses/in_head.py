@@ -26,7 +26,7 @@ _asked = threading.local()  # its ``answer``: see :func:`answered`
 
 
 def head_of(model: nn.Module) -> Any:
-    return getattr(model, "get_output_embeddings", lambda: None)()
+    return getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore
 
 
 class LossHead(nn.Linear):

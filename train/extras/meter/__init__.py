@@ -64,7 +64,7 @@ class Extra(extras.Extra):
                 cuda.memory._dump_snapshot(str(path))
 
         cuda.memory._record_memory_history(stacks="python", max_entries=SNAPSHOT_EVENTS)
-        _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
+        _C._cuda_attach_out_of_memory_observer(write)  # type: ignore
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch], step: int = 0) -> AbstractContextManager[None]:
         if self._flops is not None and phase == "forward":

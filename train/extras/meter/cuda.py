@@ -37,7 +37,7 @@ class CudaMeter(MemoryMeter):
         self._count_held()
         self._states_counted = -1  # once more when there are gradients
         self._stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if isinstance(embedding := getattr(self.network, "get_output_embeddings", lambda: None)(), nn.Module):
+        if isinstance(embedding := getattr(self.network, "get_output_embeddings", lambda: None)(), nn.Module):  # type: ignore
             embedding.register_forward_pre_hook(self._head_begins)
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:

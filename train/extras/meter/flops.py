@@ -89,7 +89,7 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
     layers = {layer: found.count(layer) / len(found) for layer in found}
-    return ModelFlops(constant, linear, quadratic, layers, is_causal)
+    return ModelFlops(constant, linear, quadratic, layers, is_causal)  # type: ignore
 
 
 class _FlopCounter(TorchDispatchMode):
@@ -120,7 +120,7 @@ def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
         with suppress(OverflowError):  # too many operators: nothing is counted, and nothing else tried
             counts[:] = _count(twin, lengths, is_body)
 
-    if obstacle_on_trial(model, trial) and getattr(model, "get_output_embeddings", lambda: None)() is None:
+    if obstacle_on_trial(model, trial) and getattr(model, "get_output_embeddings", lambda: None)() is None:  # type: ignore
         obstacle_on_trial(model, partial(trial, is_body=True))  # a classifier may look for the end of each text
     return counts or None
 

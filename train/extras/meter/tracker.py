@@ -81,7 +81,7 @@ class StorageTracker(TorchDispatchMode):
         self._resizing.start()
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: Any) -> None:  # type: ignore
         super().__exit__(*exception)
         self._resizing.stop()
 
@@ -194,7 +194,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
     """C of logits (..., C): a model's own ``vocabulary`` may have more entries than the tokenizer's."""
-    config: Any = network.config.get_text_config() if hasattr(network, "_from_config") else None  # pyright: ignore
+    config: Any = network.config.get_text_config() if hasattr(network, "_from_config") else None  # type: ignore
     return num_labels or getattr(config, "vocab_size", None) or vocabulary
 
 

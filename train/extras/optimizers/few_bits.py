@@ -29,7 +29,7 @@ class Bf16AdamW(torch.optim.AdamW):
         self._numbers = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # type: ignore
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, group in work:
             self._step_of(parameter, group)
@@ -80,7 +80,7 @@ def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:
 
 def random_halves(count: int, key: tuple[int, ...], device: torch.device) -> Tensor:
     """(count,) int32, numbers below 2^16 that are a hash of ``key`` and of their position, the same on any device."""
-    start, factor = np.random.SeedSequence(key).generate_state(2, np.uint32).view(np.int32).tolist()
+    start, factor = np.random.SeedSequence(key).generate_state(2, np.uint32).view(np.int32).tolist()  # type: ignore
     numbers = torch.arange(count, dtype=torch.int32, device=device)
     numbers.mul_(factor | 1).add_(start)
     for multiplier in (0x7FEB352D, 0x846CA68B - 2**32):  # both as int32

@@ -75,7 +75,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._link: Link | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # type: ignore
         if not (work := [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]):
             return
         self._link = self._link or Link(work[0][1].device, self._largest_bytes)

@@ -53,7 +53,7 @@ class Extra(extras.Extra):
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Has transformers build the whole model with a single process's weights: for DeepSpeed it would shard it."""
         if run.launch.engine == "deepspeed" and (plugin := run.accelerator.state.deepspeed_plugin) is not None:
-            plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
+            plugin.dschf = None
         return {}
 
     def prepared(self, run: Run, data: extras.PreparedData, batches: extras.Batches) -> None:
@@ -140,7 +140,7 @@ def _expect_unused(run: Run, model: extras.ModelWithLoss, batch: MicroBatch) -> 
     is_asked = run.config.of(Options).find_unused_parameters
     found = ["as asked for"] if is_asked else [*filter(None, exchange(obstacle_on_trial(model, unused)))]
     if found:  # on any rank; only then: DDP's search for them takes up to a tenth of a short step
-        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
+        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found[0]}")
 
 

@@ -51,7 +51,7 @@ class DeepSpeed(Engine):
 
     @property
     def engine(self) -> Any:
-        return self.accelerator.deepspeed_engine_wrapped.engine  # pyright: ignore[reportOptionalMemberAccess]
+        return self.accelerator.deepspeed_engine_wrapped.engine  # type: ignore
 
     @property
     def loss_factor(self) -> float:
@@ -84,7 +84,7 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the launch file asks for DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
     if torch.distributed.is_initialized():  # by torch: DeepSpeed has to be told
-        import deepspeed  # pyright: ignore[reportMissingImports]
+        import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for minutes first
         deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -222,7 +222,7 @@ class DeepSpeedState(TrainingState):
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """In fp32; one tensor at a time is whole on every rank."""
-        from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
+        from deepspeed.utils import safe_get_full_fp32_param  # type: ignore
 
         untrained = self.checkpointed_tensors() if keep else {}
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in untrained.items()}

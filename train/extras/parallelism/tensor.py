@@ -54,7 +54,7 @@ class TensorParallel(Engine):
             if not isinstance(parameter, DTensor):  # whole; accelerate moves the buffers
                 parameter.data = parameter.data.to(run.accelerator.device)
                 dist.broadcast(parameter.data, group=group, group_src=0)
-        with_loss.tp_size = mesh.size()  # pyright: ignore[reportArgumentType] - accelerate asks for it
+        with_loss.tp_size = mesh.size()  # type: ignore - accelerate asks for it
 
     @property
     def loss_factor(self) -> float:

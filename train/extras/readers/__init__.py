@@ -111,5 +111,5 @@ class Extra(extras.Extra):
         """Has generation end, as Trainer does, with the tokenizer's end token in ``final/``: a chat template's, say."""
         end = parts.data.task.stand_alone(parts.data.tokenizer).eos_token_id
         if (own := getattr(parts.state.model, "generation_config", None)) is not None and isinstance(end, int):
-            known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-            own.eos_token_id = own.eos_token_id if end in known else [end, *(i for i in known if i is not None)]
+            known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]  # type: ignore
+            own.eos_token_id = own.eos_token_id if end in known else [end, *(i for i in known if i is not None)]  # type: ignore

@@ -79,7 +79,7 @@ def ids_of_bytes(text: str) -> list[int]:
     """The ids that ``bytes`` gives, by a table, which is some hundred times as fast as looking for merges."""
     ids: list[int] = []
     for part in _MARKS.split(text):
-        ids += [MARKS.index(part)] if part in MARKS else _IDS[np.frombuffer(part.encode(), np.uint8)].tolist()
+        ids += [MARKS.index(part)] if part in MARKS else _IDS[np.frombuffer(part.encode(), np.uint8)].tolist()  # type: ignore
     return ids
 
 

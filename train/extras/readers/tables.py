@@ -92,7 +92,7 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     if data.labelled and re.fullmatch(r"bool|float\d+", str(getattr(table.features["label"], "dtype", ""))):
         values: Any = table["label"][:]  # 1, 1.0 and true are the class 1, as in files
         texts = [str(v if v % 1 else int(v)) if v is not None and v % 1 >= 0 else None for v in values]
-        table = table.remove_columns("label").add_column("label", texts)  # pyright: ignore[reportCallIssue]
+        table = table.remove_columns("label").add_column("label", texts)  # type: ignore
     # The one that a dataset was saved with need not stand for its content.
     table._fingerprint = Hasher.hash([table._fingerprint, contents])
     return good_rows(table, data, what)
@@ -106,7 +106,7 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     if data.labelled and (names := getattr(table.features["label"], "names", None)):
         numbers = table["label"][:]  # -1 stands for a hidden label
         labels = [names[number] if number in range(len(names)) else None for number in numbers]
-        table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
+        table = table.remove_columns("label").add_column("label", labels)  # type: ignore
         data.classes.extend(() if data.classes else names)  # of the first split, which is read to be trained on
     texts = "(large_)?string"
     kinds = {"text": (texts, "text"), "label": (rf"{texts}|u?int\d+|float\d+|bool", "text or a number")}
