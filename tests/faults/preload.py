@@ -12,6 +12,8 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train/main.py sets it before t
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
 import evaluate  # noqa: F401
+import matplotlib.backends.backend_svg
+import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401
 import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2

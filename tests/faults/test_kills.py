@@ -273,7 +273,7 @@ WHOLE_RUNS += [(variant, 1, max(5, 3 * EVERY)) for variant in ("2 ranks", SHARDE
 
 
 @pytest.mark.parametrize(
-    ("variant", "first", "every"), [("1 rank", 5, 40), *(pytest.param(*w, marks=pytest.mark.slow) for w in WHOLE_RUNS)]
+    ("variant", "first", "every"), [("1 rank", 5, 60), *(pytest.param(*w, marks=pytest.mark.slow) for w in WHOLE_RUNS)]
 )
 def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, first: int, every: int) -> None:
     """From the lock to the summary; the first rank, which makes nearly all changes."""

@@ -77,8 +77,8 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
 
 BREAKS = [
     pytest.param({"packing": True}, id="packed", marks=pytest.mark.slow),
-    pytest.param({"tiled_mlp": True}, id="tiled", marks=pytest.mark.slow),
-    pytest.param({"packing": True, "gradient_checkpointing_offload": True}, id="offloaded"),
+    pytest.param({"tiled_mlp": True}, id="tiled"),
+    pytest.param({"packing": True, "gradient_checkpointing_offload": True}, id="offloaded", marks=pytest.mark.slow),
 ]
 
 
