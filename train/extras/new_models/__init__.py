@@ -44,7 +44,7 @@ class Extra(extras.Extra):
 def completed(model_type: str, fields: dict[str, Any], task: Any, tokenizer: Any, max_length: int) -> Any:
     """transformers' configuration with ``fields``, and those that follow from the other arguments."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, initialization
 
     from train.extras.weightless import LIMIT, skipped_positions
     from train.tasks import num_ids
@@ -67,7 +67,7 @@ def completed(model_type: str, fields: dict[str, Any], task: Any, tokenizer: Any
     config = AutoConfig.for_model(model_type, **{"vocab_size": num_ids(tokenizer), **ids, **fields})
     if is_free:  # some count positions from the padding's on: with max_length rows the last texts would not fit
         # By its class: from_config would have DeepSpeed shard it, a collective. A run reports what cannot be built.
-        with suppress(Exception), torch.device("meta"):
+        with suppress(Exception), torch.device("meta"), initialization.no_init_weights():
             kind: Any = AutoModel._model_mapping[type(config)]
             config.max_position_embeddings += skipped_positions(kind(config))
     return config
