@@ -13,5 +13,5 @@ if [ "${1:-}" = "--all" ]; then
 fi
 $bin/ruff check .
 $bin/ruff format --check .
-$bin/pyrefly check --python-interpreter-path $bin/python
+$bin/pyrefly check
 $bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

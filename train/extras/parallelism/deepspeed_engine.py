@@ -84,7 +84,7 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the launch file asks for DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
     if torch.distributed.is_initialized():  # by torch: DeepSpeed has to be told
-        import deepspeed
+        import deepspeed  # type: ignore
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for minutes first
         deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
