@@ -31,7 +31,7 @@ get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions, wh
 
 logging.captureWarnings(True)
 with suppress(ImportError):  # accelerate loads it at the end of each run where it is installed
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator import get_accelerator  # type: ignore
 
     get_accelerator()  # says on standard output that there is no card
 with suppress(ImportError):
