@@ -45,12 +45,8 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     """
     if "rejected" not in load_task(config.data.task).example_columns:
         raise UsageError("task: recipes/dpo.py:documents gives pairs of answers: give --task recipes/dpo.py:Task.")
-    options: dict[str, Any] = {
-        "split": "train",
-        "validation_split": None,
-        "beta": BETA,
-        **(config.data.dataset_options or {}),
-    }
+    options: dict[str, Any] = {"split": "train", "validation_split": None, "beta": BETA}
+    options |= config.data.dataset_options or {}
     are_known = all(isinstance(options.get(name), KINDS.get(name, ())) for name in {*options, "path"})
     if not are_known or options["beta"] <= 0:
         raise UsageError(f"dataset_options: recipes/dpo.py takes {', '.join(KINDS)}; path is needed, and beta > 0.")

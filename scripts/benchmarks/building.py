@@ -379,10 +379,10 @@ def job_from(values: Mapping[str, Any]) -> Job:
     """The job that was written as JSON."""
     from train.memory.predict import Job, Target
 
-    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})  # type: ignore
-    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    target = Target(**values["target"] | {"capability": tuple(values["target"]["capability"])})
+    lists: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     documents = tuple(map(tuple, values["documents"]))
-    return Job(**{**values, **lists, "target": target, "documents": documents})  # type: ignore
+    return Job(**dict(values) | lists | {"target": target, "documents": documents})
 
 
 def this_target() -> Target:

@@ -265,7 +265,7 @@ def main() -> None:
 
 def case_from(values: dict[str, Any]) -> Case:
     """A case read from JSON."""
-    return Case(**{**values, "division": Division(**values["division"])})  # type: ignore
+    return Case(**values | {"division": Division(**values["division"])})
 
 
 if __name__ == "__main__":

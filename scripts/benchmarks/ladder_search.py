@@ -242,14 +242,8 @@ class Search:
 
     def _add(self, kind: str, rung: Rung, length: int, **found: Any) -> str:
         """Keeps and prints a row; returns its outcome."""
-        row: dict[str, Any] = {
-            "kind": kind,
-            "key": rung.key,
-            "model": rung.model,
-            "rung": rung.name,
-            "length": length,
-            **found,
-        }
+        row: dict[str, Any] = {"kind": kind, "key": rung.key, "model": rung.model, "rung": rung.name, "length": length}
+        row |= found
         self.results.add(row, self.about)
         print(TABLE.row(cells(row)), flush=True)
         return row["outcome"]

@@ -153,7 +153,7 @@ def cells(name: str, row: dict[str, Any], reference_bytes: int, rounds: int) -> 
 def page(found: dict[str, Any]) -> str:
     """The table in Markdown, with the workload and the check of the losses."""
     results, workload = found["results"], found["workload"]
-    load = Workload(**{**workload, "settings": tuple(workload["settings"])})  # type: ignore
+    load = Workload(**workload | {"settings": tuple(workload["settings"])})
     reference = results[TRAINER]["peak_bytes"]
     agreement = "agree" if found["equal_work"] else "DO NOT AGREE: the times cannot be compared"
     lines = [

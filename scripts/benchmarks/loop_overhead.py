@@ -84,13 +84,13 @@ def chosen_workloads(options: Options, device_type: str, precision: str) -> list
     """
     given = {name: value for name, value in asdict(options).items() if value is not None}
     fields = set(Options.__annotations__) & set(Workload.__dataclass_fields__) - {"mixed_precision"}
-    changes = {name: value for name, value in given.items() if name in fields}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if name in fields}
     too_small = [name for name, value in changes.items() if isinstance(value, int) and value < 1 and name != "seed"]
     if too_small or (options.hidden_size or 64) % 64:
         raise SystemExit("All numbers must be positive, and hidden_size a multiple of 64.")
     known = GPU_WORKLOADS if device_type == "cuda" else CPU_WORKLOADS
     asked = [load for load in known if options.workload in ("both", load.name)]
-    loads = [replace(load, mixed_precision=precision, **changes) for load in asked]  # type: ignore
+    loads = [replace(load, mixed_precision=precision, **changes) for load in asked]
     if uneven := [load.name for load in loads if load.steps % load.turn_steps]:
         raise SystemExit(f"steps must be a multiple of turn_steps ({', '.join(uneven)}).")
     return loads

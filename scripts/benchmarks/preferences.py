@@ -276,8 +276,10 @@ class Processes(harness.Processes):
 
 def measured(options: Options) -> dict[str, Any]:
     """Time and memory of each row."""
-    given = {name: value for name, value in asdict(options).items() if name in Workload.__dataclass_fields__}
-    load, processes = Workload(**given), Processes(building.training_device().type == "cpu", LIBRARIES)  # type: ignore
+    given: dict[str, Any] = {
+        name: value for name, value in asdict(options).items() if name in Workload.__dataclass_fields__
+    }
+    load, processes = Workload(**given), Processes(building.training_device().type == "cpu", LIBRARIES)
     found: dict[str, dict[str, Any]] = {}
     for kind, adapter in KINDS.items():
         print(f"{kind}:", flush=True)

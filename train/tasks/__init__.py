@@ -37,12 +37,12 @@ class Scores(NamedTuple):
     counts: Sequence[Tensor] = ()  # (B,) each: what else a task's metrics need, as further columns of their table
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "none", **options: Any) -> Tensor:
     """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
     if not isinstance(logits, Tensor):
         raise UserError(f"no logits: a task's own loss_sum and scores can take the model's {type(logits).__name__}.")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
-    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})  # type: ignore
+    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, reduction=reduction, **options)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

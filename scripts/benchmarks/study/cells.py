@@ -202,4 +202,4 @@ class Results:
 
 def sweep_from(values: dict[str, Any]) -> Sweep:
     """A sweep read from ``sweep.json``."""
-    return Sweep(**{**values, "cells": tuple(Cell(**cell) for cell in values["cells"])})  # type: ignore
+    return Sweep(**values | {"cells": tuple(Cell(**cell) for cell in values["cells"])})

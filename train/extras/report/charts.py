@@ -93,8 +93,8 @@ def _chart(
 
         for found, look in curves:
             marker = "o" if len(found) == 1 else ""  # one point makes no line; of many, some have marks
-            how = {"marker": marker, "markersize": 4.5, "markevery": -(-len(found) // 60), **look}
-            axes.plot(*zip(*found, strict=True), **how)  # type: ignore
+            how: Any = {"marker": marker, "markersize": 4.5, "markevery": -(-len(found) // 60), **look}
+            axes.plot(*zip(*found, strict=True), **how)
         if limit is not None:
             axes.axhline(limit[0], label=limit[1], color=SECOND, linestyle="--", linewidth=1.2)
         finish(axes)
