@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ def _pair(question: Any, answer: Any) -> list[Any]:
 
 def message_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``role``, ``content`` as text, and other keys that have a value."""
-    message = {NAMES.get(key, key): value for key, value in found.items() if value is not None}
+    # 🤗 Datasets reads texts that look like a time as one; a template does not write when a message was sent.
+    named = {NAMES.get(key, key): value for key, value in found.items() if value is not None}
+    message = {key: value for key, value in named.items() if key == "content" or not isinstance(value, date)}
     role = message["role"] = ROLES.get(str(message.get("role")), message.get("role"))
     if role not in KNOWN:
         raise UserError(f"{where}: a message of the role {role!r}: rename it to one of {', '.join(KNOWN)}.")
@@ -167,7 +170,7 @@ def message_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise UserError(f"{where}: a message of {role} has a content that is not text.")
+        raise UserError(f"{where}: a message of {role} has a content that is not text but {type(content).__name__}.")
     return {**message, "content": content}
 
 

@@ -50,7 +50,9 @@ def options_of(config: Config) -> Options:
     kinds = {**dict.fromkeys(known, str), "max_summary_length": int}
     if "path" not in given or not all(isinstance(value, kinds.get(name, ())) for name, value in given.items()):
         raise UsageError(f"dataset_options: recipes/summaries.py takes {', '.join(known)}; path is needed.")
-    return Options(**given)
+    if (options := Options(**given)).max_summary_length < 3:
+        raise UsageError(f"dataset_options: max_summary_length: {options.max_summary_length} is less than 3 tokens.")
+    return options
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,31 @@ import datasets
 
 from train.config import Config
 from train.records import UsageError, UserError, one_line
-from train.tasks import Tokenizer, causal_lm, num_ids
+from train.tasks import Tokenizer, causal_lm, load_task, num_ids
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Modules of tasks that take a document as plain text.
+OF_TEXT = {"train.tasks", *(f"train.tasks.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification"))}
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Each row's ids as JSON, in the column ``text``, by split.
 
     ``dataset_options``: ``path``, a .jsonl, .json or .parquet file, a folder that ``save_to_disk`` wrote, or a name on
-    the Hub; ``column`` of the ids, by default ``input_ids``. Raises UsageError for other options, UserError for data
-    that cannot be read or has no such column.
+    the Hub; ``column`` of the ids, by default ``input_ids``. Raises UsageError for other options, or a task that would
+    read the JSON as text; UserError for data that cannot be read or has no such column.
     """
+    task = load_task(config.data.task)
+    if {task.cut.__module__, task.token_ids.__module__} <= OF_TEXT:
+        what = f"task: {config.data.task} would train on the JSON that recipes/token_ids.py:documents gives"
+        raise UsageError(f"{what}: give --task recipes/token_ids.py:Task, or one of your own that reads it.")
     given = {"column": "input_ids", **(config.data.dataset_options or {})}
-    if given.keys() != {"path", "column"}:
+    if given.keys() != {"path", "column"} or not all(isinstance(value, str) for value in given.values()):
         raise UsageError("dataset_options: recipes/token_ids.py takes path, which is needed, and column.")
     path = Path(given["path"]).expanduser()
     try:
-        if path.suffix in KINDS:
-            loaded: Any = datasets.load_dataset(KINDS[path.suffix], data_files=str(path))
+        if path.suffix.lower() in KINDS:
+            loaded: Any = datasets.load_dataset(KINDS[path.suffix.lower()], data_files=str(path))
         else:
             loaded = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(given["path"])
     except Exception as error:  # of many libraries
@@ -65,9 +72,13 @@ class Task(causal_lm.Task):
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """The ids of each document; UserError for one that is beyond the tokenizer's vocabulary, or no number."""
         size = num_ids(tokenizer)
-        for ids in map(json.loads, texts):
+        for text in texts:
+            ids = None
+            with suppress(ValueError):
+                ids = json.loads(text)
             if not isinstance(ids, list):
-                raise UserError(f"token_ids.py: a row holds {str(ids)[:40]!r}, not a list of ids. Name their column.")
+                what = f"token_ids.py: a row holds {text[:40]!r}, not a list of ids"
+                raise UserError(f"{what}. Name their column, and give --dataset recipes/token_ids.py:documents.")
             if wrong := [i for i in ids if not isinstance(i, int) or not 0 <= i < size]:
                 what = f"token id {wrong[0]!r} in a document that begins {ids[:8]}"
                 raise UserError(f"{what}: the tokenizer has {size:,} entries. Give the tokenizer that made the ids.")

@@ -4,11 +4,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    found=$("$python" --version 2>&1 || true)
-    echo "Python 3.10 or newer is needed, found: ${found:-none}. Set PYTHON=/path/to/a/newer/python3." >&2 && exit 2
-fi
-
 extras=$(IFS=,; echo "$*")
 target=".${extras:+[$extras]}"
 wanted=$(cat pyproject.toml constraints.txt | cksum)
@@ -16,6 +11,10 @@ bin=.venv/bin && [ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 stamp=.venv/installed${extras:+-${extras//,/-}}
 if [ -x $bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
+fi
+if [ ! -x $bin/python ] && ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    found=$("$python" --version 2>&1 || true)
+    echo "Python 3.10 or newer is needed, found: ${found:-none}. Set PYTHON=/path/to/a/newer/python3." >&2 && exit 2
 fi
 [ -x $bin/python ] || "$python" -m venv .venv
 echo "Installing $target (the first time takes a few minutes) ..."

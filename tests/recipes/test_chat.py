@@ -70,6 +70,10 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
             [{"role": "system", "content": "short"}, QUESTION, ANSWER],
         ),
         ({"messages": [{**QUESTION, "name": "Åsa"}, ANSWER]}, [{**QUESTION, "name": "Åsa"}, ANSWER]),
+        (  # which 🤗 Datasets reads as a time
+            {"messages": [{**message, "sent": "2024-01-01T10:00:00"} for message in (QUESTION, ANSWER)]},
+            [QUESTION, ANSWER],
+        ),
         ({"messages": [QUESTION, CALL]}, [QUESTION, {**CALL, "content": ""}]),
         (
             {
@@ -167,6 +171,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
         ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 1: a message of the role \['user'\]: rename it"),
         ({"conversations": [{"from": "bot", "value": "2"}]}, "row 1: a message of the role 'bot': rename it"),
         ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 1: .* user has a content"),
+        ({"prompt": "When?", "completion": "2024-01-01"}, "row 1: .* assistant has a content .* not text but datetime"),
     ],
 )
 def test_rows_without_a_conversation_are_named(
@@ -383,6 +388,9 @@ def test_summaries_have_columns_of_any_name(load_recipe: Callable[[str], ModuleT
     assert json.loads(found["train"]["text"][0]) == {"document": "long", "summary": "short"}
     with pytest.raises(UserError, match=r"papers\.jsonl: no column 'document'; the columns are article, abstract, id"):
         documents(recipe, path=path)
+    for most in (-1, 2):
+        with pytest.raises(UsageError, match=f"dataset_options: max_summary_length: {most} is less than 3 tokens"):
+            documents(recipe, path=path, max_summary_length=most)
     with pytest.raises(UsageError, match="model_config: summaries need its decoder_start_token_id"):
         recipe.Task(Config().changed(model_config={"model_type": "t5"}))
     assert recipe.Task(Config().changed(model_config={"model_type": "t5", "decoder_start_token_id": 0})).data.max_length

@@ -86,6 +86,24 @@ def test_ids_that_the_tokenizer_does_not_know_are_told(tmp_path: Path) -> None:
             list(task.token_ids([json.dumps([1, 2, 3]), json.dumps([5, wrong])], BYTES))
 
 
+def test_documents_and_task_belong_together(tmp_path: Path) -> None:
+    """One without the other would train on JSON, or cannot read a text."""
+    (tmp_path / "ids.JSONL").write_text('{"input_ids": [1]}\n')
+    config = config_of(tmp_path / "ids.JSONL")
+    for task in ("causal_lm", "masked_lm"):
+        with pytest.raises(UsageError, match=f"task: {task} would train on the JSON that .*: give --task .*:Task"):
+            call_function(f"{RECIPE}:documents", "dataset", config.changed(task=task))
+    own = "from train.tasks.causal_lm import Task as Base\n\n\nclass Task(Base):\n    def cut(self, *given): ...\n"
+    (tmp_path / "own.py").write_text(own)
+    found = call_function(f"{RECIPE}:documents", "dataset", config.changed(task=f"{tmp_path / 'own.py'}:Task"))
+    assert found["train"]["text"][:] == ["[1]"]
+    for text in ("a text", '{"a": "JSON"}', "3"):
+        with pytest.raises(
+            UserError, match=r"a row holds .*, not a list of ids\. Name .* recipes/token_ids.py:documents"
+        ):
+            list(task_of(config).token_ids([text], BYTES))
+
+
 def test_wrong_options_and_data_end_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "ids.jsonl").write_text('{"tokens": [1]}\n')
     with pytest.raises(UserError, match=r"no column 'input_ids'; the columns are tokens\. Name it"):
@@ -94,3 +112,5 @@ def test_wrong_options_and_data_end_in_one_message(tmp_path: Path) -> None:
         loaded(tmp_path / "gone.parquet")
     with pytest.raises(UsageError, match="takes path, which is needed, and column"):
         loaded(tmp_path / "ids.jsonl", split="train")
+    with pytest.raises(UsageError, match="takes path, which is needed, and column"):
+        loaded(tmp_path / "ids.jsonl", column=["tokens"])

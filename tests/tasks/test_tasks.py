@@ -240,6 +240,14 @@ def test_masked_lm_has_a_target_in_every_example() -> None:
     assert (batch.labels != IGNORE).sum(1).min() == 1
 
 
+def test_masked_lm_leaves_out_windows_in_which_nothing_can_be_hidden() -> None:
+    task, words = made("masked_lm", max_length=8), tokenizer_of("words", ["a b c"])
+    ids = list(words("z " * 6 + "a", add_special_tokens=False)["input_ids"])  # type: ignore
+    rows = list(task.cut("", ids, None, words))
+    assert len(ids) == 7 and [row["length"] for row in rows] == [3]
+    assert task.collate([{**rows[0], "id": 0}], (0, 0), PAD).num_targets == 1
+
+
 def test_masked_lm_choice_depends_on_seed_epoch_and_example_alone() -> None:
     task = made("masked_lm", max_length=64)
     rows = encoded(task, mixed_text(60), mixed_text(30), mixed_text(50))

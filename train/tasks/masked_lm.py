@@ -22,12 +22,12 @@ class Task(tasks.Task):
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` tokens, between the tokenizer's start and end tokens."""
-        room = self.room(tokenizer)
+        room, known = self.room(tokenizer), {"vocab_size": len(tokenizer), "mask_id": tokenizer.mask_token_id}
         for first in range(0, len(ids), room):
             tokens = np.array(self.framed(ids[first : first + room], tokenizer), dtype=np.int32)
             special = np.isin(tokens, tokenizer.all_special_ids)
-            known = {"vocab_size": len(tokenizer), "mask_id": tokenizer.mask_token_id}
-            yield {"tokens": tokens, "special": special, "length": len(tokens), **known}
+            if not special.all():  # a window of unknown tokens has none to hide
+                yield {"tokens": tokens, "special": special, "length": len(tokens), **known}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens, some hidden, and labels with these; a new choice each epoch, the same on any number of devices."""

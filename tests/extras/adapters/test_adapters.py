@@ -483,6 +483,53 @@ def test_adapters_of_one_of_two_tied_layers_are_refused_before_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+TIED = """
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix, self.head = nn.Embedding(300, 64), nn.Linear(64, 64), nn.Linear(64, 300, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids):
+        return self.head(self.mix(self.embedding(input_ids)))
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 64), nn.Linear(64, 300)
+        self.mix = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 1))
+
+    def forward(self, input_ids):
+        return self.head(self.mix(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2))
+"""
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_a_head_of_ones_own_that_shares_its_weight_is_refused_before_the_first_step(
+    adapter: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In four bits it would have a copy of its own, and the embedding another weight."""
+    (tmp_path / "tied.py").write_text(TIED)
+    flags = ("--model", f"{tmp_path / 'tied.py'}:Tied", "--tokenizer", "bytes", "--adapter", adapter)
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_ERROR
+    assert "one of them shares embedding.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_final_has_weights_that_torch_parametrises(adapter: str, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "normalised.py").write_text(TIED)
+    flags = ("--model", f"{tmp_path / 'normalised.py'}:Normalised", "--tokenizer", "bytes", "--adapter", adapter)
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    assert load_file(tmp_path / "run" / "final" / "model.safetensors").keys() == {
+        *("embedding.weight", "head.weight", "head.bias", "mix.bias"),
+        *(f"mix.parametrizations.weight.original{number}" for number in (0, 1)),
+    }
+
+
 def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,6 +214,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
     "or does not": ([row([1.0] * 4, flushed_scaled=[0.0, 0.06, 0.0, 0.0], loss_scale=1024.0, **HALF)],
                     [("fp16 underflow", "layers.0")]),
     "LoRA's first step": ([row([0.0, 1.0, 0.8, 2.0], **HALF), row([0.1, 1.0, 0.8, 2.0], **HALF)], []),
+    "fp16 overflows in the step before": ([row([0.5, None, 0.8, 2.0], loss_scale=65536.0, **HALF),
+                                           row([0.5, 0.0, 0.8, 2.0], loss_scale=32768.0, **HALF)], []),
     "fp16 flushes all": ([row([0.5, 0.0, 0.8, 2.0], **HALF)] * 2, [("fp16 underflow", "layers.0")]),
     "fp16 overflows": ([row([1.0] * 4, activations=[1.0, 1.0, 4e4, 1.0], **HALF)] * 2,
                        [("fp16 overflow", "layers.1")]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ def examples_of(lengths: list[int]) -> list[Tensor]:
 
 def stepped(
     steps: Sequence[Sequence[MicroBatch]],
-    loss_scales: Sequence[float] = (),
+    loss_scales: Sequence[float | tuple[float, ...]] = (),
     reading: bool = False,
     made: Sequence[Sequence[MicroBatch]] | None = None,
 ) -> tuple[NoiseScale, TinyModel]:
-    """After one SGD step of rate 0 for each list of micro-batches, on fp64 weights that are always the same."""
+    """After one SGD step of rate 0 for each list of micro-batches, on fp64 weights that are always the same.
+
+    ``loss_scales``: of each step, or of each of its micro-batches.
+    """
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     network = TinyModel().double()
@@ -51,7 +54,8 @@ def stepped(
     noise = NoiseScale(model, 1)
     engine = Scaled(accelerator, Config(optimization=Optimization(max_grad_norm=0.1)), noise.mark)
     for number, micro_batches in enumerate(steps):
-        engine.by = loss_scales[number] if number < len(loss_scales) else 1.0
+        by = loss_scales[number] if number < len(loss_scales) else 1.0
+        engine.by = iter(by) if isinstance(by, tuple) else itertools.repeat(by)
         noise.begin(micro_batches)
         optimizer_step(engine, model, optimizer, micro_batches if made is None else made[number])
         if reading and number + 1 < len(steps):
@@ -62,10 +66,10 @@ def stepped(
 class Scaled(Engine):
     """Gradients are ``by`` times as large until they are clipped, as with fp16's loss scaler."""
 
-    by = 1.0
+    by: Iterator[float]
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        super().backward(loss, scale * self.by)
+        super().backward(loss, scale * next(self.by))
 
 
 def gradient(network: TinyModel, micro_batch: MicroBatch) -> Tensor:
@@ -132,6 +136,7 @@ def test_steps_without_finite_gradients_of_two_sizes_are_left_out() -> None:
     noise, network = stepped([*out, *steps], [1.0, math.inf])
     assert noise.examples() == pytest.approx(moving(network, steps), rel=1e-9)
     assert stepped(out, [1.0, math.inf])[0].examples() is None
+    assert stepped(steps[:1], [(1.0, 1e300)])[0].examples() is None  # a norm overflows after the first micro-batch
 
 
 def test_steps_in_other_micro_batches_than_planned_are_left_out() -> None:

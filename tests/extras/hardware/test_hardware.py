@@ -99,6 +99,9 @@ def test_a_cpu_computes_in_fp32_unless_asked_otherwise() -> None:
         ("2", 3, "1", 3),
         ("2", 3, "5", 3),
         ("2", None, "5", None),
+        ("1", None, "16", 8),
+        ("2", None, "16", 4),
+        ("2", 3, "16", 3),
     ],
 )
 def test_a_process_takes_its_share_of_the_cores(
@@ -111,12 +114,15 @@ def test_a_process_takes_its_share_of_the_cores(
 ) -> None:
     """The share counts only where nobody chose: ``cpu_threads``, or OMP_NUM_THREADS above accelerate's 1.
 
+    Nor where more are chosen than a container may use: accelerate counts the cores of the whole machine.
+
     Next to a card, too, because optimizers whose state is in host memory update there.
     """
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    monkeypatch.setattr("torch.get_num_threads", lambda: int(chosen))
     monkeypatch.setattr("train.extras.hardware.num_cores", lambda: 8)
     set_to: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", set_to.append)

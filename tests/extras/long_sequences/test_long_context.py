@@ -167,6 +167,20 @@ def test_what_a_model_does_not_have_is_said(
         built(fields, max_length, **options)
 
 
+def test_the_language_model_within_a_model_of_images_is_changed_and_checked() -> None:
+    text = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "sliding_window": 32}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "vocab_size": 300}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    fields = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    config = built(fields, 100, sliding_window=8, rope_scaling="yarn").config.get_text_config()
+    assert (config.sliding_window, config.max_position_embeddings) == (8, 100)
+    assert config.rope_parameters["full_attention"]["rope_type"] == "yarn"
+    with pytest.raises(UserError, match="max_length: 100 is more than the model's 64 positions"):
+        built(fields, 100)
+    with pytest.raises(UserError, match="the model has 200 embeddings, the tokenizer 259 tokens"):
+        built({**fields, "text_config": {**text, "vocab_size": 200}}, 64)
+
+
 def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {**LLAMA, "model_type": "qwen3", "max_position_embeddings": 16, "head_dim": 16}
     flags = ("--model_config", json.dumps(fields), "--rope_scaling", "yarn", "--sliding_window", 8, "--max_steps", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,11 @@ def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any
 def test_an_empty_document_of_a_function_can_be_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the train split, row 1: empty document"):
         returned(tmp_path, "Dataset.from_dict({'text': ['a', '', 'b', 'c']})", on_empty_document="error")
+
+
+@pytest.mark.parametrize("name", ["https://host.org/data.jsonl", "hf://datasets/a/b/c.parquet", r"C:\data\train.csv"])
+def test_an_address_and_a_path_of_windows_are_not_taken_for_functions(name: str) -> None:
+    config = Config().changed(dataset=name, text_column="body")
+    Extra().check(config, Launch())
+    with pytest.raises(UserError, match=re.escape(f"--dataset {name}: no such file or folder, and not a name on")):
+        Extra().documents(config, False)

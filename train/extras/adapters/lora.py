@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -163,14 +163,15 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
 
     how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
     whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # type: ignore - T5 casts to the type of such a weight
+    every = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in linear:
-        if type(layer := model.get_submodule(name)) is nn.Linear and whole.isdisjoint(name.split(".")):
+        is_alone = every.count(id((layer := model.get_submodule(name)).weight)) == 1  # else _check_layers refuses it
+        if type(layer) is nn.Linear and is_alone and whole.isdisjoint(name.split(".")):
             has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
             new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
             new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # type: ignore
             new.quant_state = scales
-            if has_bias:
-                new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+            new.bias = nn.Parameter(layer.bias.data, requires_grad=False) if has_bias else None
             model.set_submodule(name, new)
     if not (quantized := [module for module in model.modules() if isinstance(module, Linear4bit)]):
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -251,11 +252,11 @@ class AdapterState(TrainingState):
         whole = super().whole_tensors(keep)
         if not keep:
             return {}
-        for name, parameter in self.model.named_parameters():
-            if getattr(parameter, "quant_state", None) is not None:
-                from bitsandbytes.functional import dequantize_4bit
+        packed: dict[str, Any] = {n: p for n, p in self.model.named_parameters() if getattr(p, "quant_state", None)}
+        for name, parameter in packed.items():
+            from bitsandbytes.functional import dequantize_4bit
 
-                whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
+            whole[name] = dequantize_4bit(parameter.detach(), parameter.quant_state).cpu()
         for name, layer in _adapted(self.model).items():
             # Linear layers have lora_A and lora_B, embeddings lora_embedding_A and lora_embedding_B.
             down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
@@ -266,7 +267,7 @@ class AdapterState(TrainingState):
             if f"{name}.base_layer.bias" in whole:
                 whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
         # without what a layer in 4 bits adds to the names of a model
-        return {name: tensor for name, tensor in whole.items() if ".weight." not in name}
+        return {name: tensor for name, tensor in whole.items() if not name.startswith(tuple(f"{p}." for p in packed))}
 
     def plain_model(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""

@@ -63,7 +63,7 @@ class Extra(extras.Extra):
             if type(model_config) not in known and task.auto_class not in (own or {}):
                 what = f"transformers cannot build {model_config.model_type} for {task.name}"
                 raise UserError(f"model: {what}: give another model or task.")
-            fit.check_sizes(model_config, num_ids(tokenizer), run.config.data.max_length)
+            fit.check_sizes(model_config.get_text_config(), num_ids(tokenizer), run.config.data.max_length)
 
     def check_model(self, run: Run, network: extras.Module, task: type[extras.Task], sizes: tuple[int, int]) -> None:
         from train.extras.checks import fit

@@ -63,7 +63,7 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
         found = f"--num_labels says {num_labels}" if run.is_planned else f"the data has {num_labels} of them"
         raise UserError(f"model {own.name!r} returned a model of {known} classes; {found}.")
     if isinstance(config, PretrainedConfig):
-        check_sizes(config, num_tokens, run.config.data.max_length, skipped_positions(network))
+        check_sizes(config.get_text_config(), num_tokens, run.config.data.max_length, skipped_positions(network))
 
 
 def check_shards(model: nn.Module) -> None:

@@ -57,7 +57,7 @@ class NoiseScale:
             found = [
                 estimated((ratio * total / (self._ranks * n)) ** 2, n, total)
                 for (n, _, _), ratio in step
-                if 0 < n < total and math.isfinite(ratio)
+                if 0 < n < total and 0 < ratio < math.inf
             ]
             if found:
                 new = *(sum(values) / len(found) for values in zip(*found, strict=True)), total, examples

@@ -89,11 +89,11 @@ def fp16_trouble(rows: Rows) -> Problem | None:
     # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
     flushed = row["flushed" if scale is None else "flushed_scaled"]
     twice = zip(flushed, row["norms"], rows[-2:][0]["norms"], strict=True)
-    share, layer = largest(row, [share if norm or before or len(rows) < 2 else 1.0 for share, norm, before in twice])
+    share, layer = largest(row, [s if norm or before != 0 or len(rows) < 2 else 1.0 for s, norm, before in twice])
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"
-        return Problem("fp16 underflow", layer, finding, "Use mixed_precision: fp16, which scales the loss, or bf16")
+        return Problem("fp16 underflow", layer, finding, "Use bf16 or, without a loss scale, mixed_precision: fp16")
     if row["fp16"] and activation > NEAR_LARGEST:
         finding = f"activations reach {activation:.3g} of 65,504"
         return Problem("fp16 overflow", where, finding, f"Use bf16. {NORMALISE}")

@@ -116,8 +116,8 @@ def set_up_device(device: extras.torch.device, launch: Launch, config: Config) -
         tf32 = own.tf32 and torch.cuda.get_device_capability() >= (8, 0)
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    # Next to a card, too: optimizers whose state is in host memory update there.
-    if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # so accelerate launch has it
+    # Next to a card, too, for optimizers in host memory. accelerate launch sets 1, or all cores of a container's host.
+    if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > num_cores():
         torch.set_num_threads(own.cpu_threads or max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if device.type != "cpu":
         return

@@ -71,14 +71,14 @@ class Extra(extras.Extra):
             summary.update(micro_batch_size=None, gradient_accumulation_steps=None, max_tokens_per_micro_batch=tokens)
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
-        if model_config is not None:
+        if (text := model_config and model_config.get_text_config()) is not None:
             from train.extras.long_sequences.rope import scale_positions, slide
 
             own = run.config.of(Options)
             if own.rope_scaling != "none":
-                scale_positions(model_config, own.rope_scaling, own.rope_scaling_factor, run.config.data.max_length)
+                scale_positions(text, own.rope_scaling, own.rope_scaling_factor, run.config.data.max_length)
             if own.sliding_window is not None:
-                slide(model_config, own.sliding_window)
+                slide(text, own.sliding_window)
         return {}
 
     def check_model(self, run: Run, network: extras.Module, task: type[extras.Task], sizes: tuple[int, int]) -> None:

@@ -107,7 +107,8 @@ class Extra(extras.Extra):
             self._used[number] = None  # once: chunks of a sequence may use one as often as they like
 
     def mark(self, phase: str) -> None:
-        self._order, self._used = hash((self._order, *self._used)), {}
+        # Of forward alone: what backward computes again depends on how long a rank's sequences are.
+        self._order, self._used = hash((self._order, *(self._used if phase == "backward" else ()))), {}
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises UserError if ranks have used different modules in a step since the last line: it is not saved."""

@@ -47,7 +47,7 @@ class Source(Options, Data):
 
 
 def _is_function(config: Config) -> bool:
-    return ":" in config.data.dataset and not Path(config.data.dataset).exists()
+    return ":" in (name := config.data.dataset) and name.split(":")[-1].isidentifier() and not Path(name).exists()
 
 
 def is_saved(folder: Path) -> bool:

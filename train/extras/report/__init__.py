@@ -25,7 +25,7 @@ class Options:
     """Report page, model card, trackers, the Hub."""
 
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
-    run_name: str | None = option(None, "Name in trackers, report and card; default: the folder, in the card the task.")
+    run_name: str | None = option(None, "Name in wandb, trackio, report, card; default: the folder; card: the task.")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.", needs="hub_model_id")
     hub_model_id: str | None = option(None, "user/name to upload to.")
     hub_private_repo: bool = option(False, "Create the repository as a private one.", needs="push_to_hub")
@@ -89,9 +89,8 @@ class Extra(extras.Extra):
         summary |= {**what_was_run(run, parts), **summary, **machine}
         sample = sample_of(run, parts) if (run.launch.engine, run.launch.tp_size) == ("ddp", 1) else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
-        task = type(parts.data.task)
+        task, report = type(parts.data.task), outputs.folder / "report.html"
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
-        report = outputs.folder / "report.html"
         kind, rows = task.title or task.name.replace("_", " "), read_metrics(outputs.metrics)
         write_whole(report, page(run.config, kind, summary, rows, sample))
         outputs.say(f"report: {report}")
