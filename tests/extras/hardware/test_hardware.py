@@ -114,8 +114,7 @@ def test_a_process_takes_its_share_of_the_cores(
 ) -> None:
     """The share counts only where nobody chose: ``cpu_threads``, or OMP_NUM_THREADS above accelerate's 1.
 
-    Nor where more are chosen than a container may use: accelerate counts the cores of the whole machine.
-
+    It also counts where that is more than a container may use: accelerate counts the cores of the whole machine.
     Next to a card, too, because optimizers whose state is in host memory update there.
     """
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))

@@ -23,7 +23,7 @@ def tiled() -> Any:
     return model
 
 
-class EverySecond(nn.Module):
+class SecondIfLong(nn.Module):
     """Its second layer is used by sequences of more than ten tokens."""
 
     def __init__(self) -> None:
@@ -68,6 +68,6 @@ def test_tiles_that_only_a_long_sequence_has_are_computed_again_without_a_word(m
 
 
 def test_a_layer_that_only_one_rank_uses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged(ranks_of(EverySecond(), (11, 20)), monkeypatch)
+    logged(ranks_of(SecondIfLong(), (11, 20)), monkeypatch)
     with pytest.raises(UserError, match="ranks used different modules in a micro-batch"):
-        logged(ranks_of(EverySecond(), (5, 20)), monkeypatch)
+        logged(ranks_of(SecondIfLong(), (5, 20)), monkeypatch)

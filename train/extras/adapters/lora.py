@@ -165,7 +165,7 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
     whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # type: ignore - T5 casts to the type of such a weight
     every = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in linear:
-        is_alone = every.count(id((layer := model.get_submodule(name)).weight)) == 1  # else _check_layers refuses it
+        is_alone = every.count(id((layer := model.get_submodule(name)).weight)) == 1  # else it stays whole
         if type(layer) is nn.Linear and is_alone and whole.isdisjoint(name.split(".")):
             has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
             new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
@@ -266,8 +266,8 @@ class AdapterState(TrainingState):
             whole[f"{name}.weight"] = merged.to(weight.dtype)
             if f"{name}.base_layer.bias" in whole:
                 whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
-        # without what a layer in 4 bits adds to the names of a model
-        return {name: tensor for name, tensor in whole.items() if not name.startswith(tuple(f"{p}." for p in packed))}
+        added = tuple(f"{name}." for name in packed)  # what a layer in 4 bits adds to the names of a model
+        return {name: tensor for name, tensor in whole.items() if not name.startswith(added)}
 
     def plain_model(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""

@@ -46,7 +46,7 @@ class Source(Options, Data):
     files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # that were read, by split
 
 
-def _is_function(config: Config) -> bool:
+def _is_function(config: Config) -> bool:  # neither https://… nor C:\… names one
     return ":" in (name := config.data.dataset) and name.split(":")[-1].isidentifier() and not Path(name).exists()
 
 

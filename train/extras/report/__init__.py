@@ -25,7 +25,7 @@ class Options:
     """Report page, model card, trackers, the Hub."""
 
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
-    run_name: str | None = option(None, "Name in wandb, trackio, report, card; default: the folder; card: the task.")
+    run_name: str | None = option(None, "Name in wandb, trackio, report, card; default: the folder (card: the task).")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.", needs="hub_model_id")
     hub_model_id: str | None = option(None, "user/name to upload to.")
     hub_private_repo: bool = option(False, "Create the repository as a private one.", needs="push_to_hub")
