@@ -72,14 +72,11 @@ def _load(options: Options, split: str) -> datasets.Dataset:
     path, columns = Path(options.path).expanduser(), {"document": options.document, "summary": options.summary}
     try:
         if path.is_file():
-            kind, own = KINDS[path.suffix.lower()], {"data_files": {"train": str(path)}, "cache_dir": cache_for(path)}
-            # 007 and None in a table stay the texts that they are.
-            if kind == "csv":
-                with path.open(encoding="utf-8-sig", newline="") as file:
-                    own |= {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
-            found: Any = datasets.load_dataset(kind, **own, split=split)  # type: ignore
+            own = {"data_files": {"train": str(path)}, **as_texts([path]), "cache_dir": cache_for(path)}
+            found: Any = datasets.load_dataset(KINDS[path.suffix.lower()], **own, split=split)  # type: ignore
         elif path.is_dir():
-            found = datasets.load_dataset(str(path), cache_dir=cache_for(path), split=split)
+            own = as_texts([file for file in path.rglob("*") if file.suffix.lower() in KINDS])
+            found = datasets.load_dataset(str(path), **own, cache_dir=cache_for(path), split=split)  # type: ignore
         elif path.suffix.lower() in KINDS or path.is_absolute():
             raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
         else:
@@ -100,6 +97,14 @@ def _load(options: Options, split: str) -> datasets.Dataset:
         return {"text": json.dumps(found, ensure_ascii=False) if all(map(str.strip, found.values())) else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading summaries")
+
+
+def as_texts(files: Sequence[Path]) -> dict[str, Any]:
+    """What 🤗 Datasets needs to leave 007 and None in tables the texts that they are; of other files nothing."""
+    if {file.suffix.lower() for file in files} != {".csv"}:
+        return {}
+    with files[0].open(encoding="utf-8-sig", newline="") as file:  # the columns of all of them are equal
+        return {"converters": dict.fromkeys(next(csv.reader(file), []), str), "keep_default_na": False}
 
 
 def cache_for(path: Path) -> str:

@@ -489,6 +489,9 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ),
         ("early_stopping_patience: 2", "needs eval_every_steps"),
         ("grad_norm_type: 2", "expected one of 1, 2, inf (in quotes, else YAML reads a number"),
+        (f"dataset: {'a' * 300}", "dataset: aaaa"),  # longer than a file's name can be
+        (f"model_config:\nmodel: /{'b' * 300}", "model: /bbbb"),
+        (f"resume: {'c' * 300}", "resume: cccc"),
         ("dataset: stdlib\nvalidation_split: test", "validation_split: stdlib does not have splits: leave it out"),
         ("model_config: {hidden_size: 8}", "model_type is missing"),
         ("learning_rate: .nan", "learning_rate: nan is not valid"),

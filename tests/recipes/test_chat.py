@@ -144,6 +144,14 @@ def test_summaries_are_texts_as_they_are_in_the_file(load_recipe: Callable[[str]
     years = "".join(f"a,b,{'' if n == 15_000 else 1999}\n" for n in range(20_000))  # a column that is not read
     (tmp_path / "years.csv").write_text(f"document,summary,year\n{years}")
     assert len(documents(recipe, path=str(tmp_path / "years.csv"))["train"]) == 20_000
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.csv").write_text("document,summary\n007,None\n")
+    (tmp_path / "folder" / "validation.csv").write_text("document,summary\nNA,008\n")
+    found = documents(recipe, path=str(tmp_path / "folder"), validation_split="validation")
+    assert [json.loads(split["text"][0]) for split in found.values()] == [
+        {"document": "007", "summary": "None"},
+        {"document": "NA", "summary": "008"},
+    ]
     path = written(tmp_path / "rows.jsonl", {"document": "a", "summary": ["b"]})
     with pytest.raises(UserError, match=r"row 1: 'summary' holds list; it has to be text"):
         documents(recipe, path=str(path))

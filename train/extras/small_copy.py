@@ -113,7 +113,6 @@ def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator
 
     Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
     not one of transformers is copied as it is, with such weights; ValueError where it has too many parameters for that.
-    Leaves the context of a prediction meanwhile.
     """
     with on_trial():
         for factor, layers in SCALES if hasattr(model, "_from_config") else ():

@@ -22,8 +22,7 @@ LIMIT = "max_position_embeddings"  # transformers' name for the number of positi
 def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:
     """What ``trial`` says of a copy of ``model`` without weights, or why it failed.
 
-    So it costs little, leaves the model and all generators alone, and gives the same answer on every device and
-    process, with fake weights too.
+    So it costs little, leaves the model and all generators alone, and answers the same everywhere, fake weights or not.
     """
     # Meta tensors take a third of the time, but with fake tensors constants that a model makes are known. transformers
     # asks neither for values: it knows fake tensors, and is told that meta tensors are such.

@@ -3,8 +3,7 @@
 Torch's C++ core asks two tables about CUDA before it lets a fake tensor of that device pass autograd and autocast: the
 registry of device guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++
 functions, that report a card on which nothing ever runs. :func:`ranks` makes a process group that exchanges nothing, so
-that torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. What is changed here stays:
-it needs a process of its own.
+that torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. It needs its own process.
 """
 
 import contextlib

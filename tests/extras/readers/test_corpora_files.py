@@ -348,6 +348,7 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
         ('{"text": [5], "label": 1}', "'text' must be text, not [5]. A function can read it (docs/forking.md)"),
         ('{"text": "a\\u0000b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
+        ('{"text": "a", "label": "\\ud800"}', "character 1 of 'label' is unreadable"),
         ('{"text": "a"}', "no column 'label'; the columns are text"),
         ('{"text": "a", "label": null}', "'label' must be text or a number, not None"),
         ('{"text": "a", "label": -Infinity}', "'label' must be text or a number, not -inf"),
@@ -397,7 +398,7 @@ def test_a_column_that_no_record_has(jsonl: Write, on_bad_record: str) -> None:
     path = jsonl({"body": "a", "y": 1}, {"body": "b", "y": 2})
     assert (
         f"{path}:1: no column 'text'; the columns are body, y. "
-        "Give --text_column, --label_column (names in a CSV file's first line); for chats see docs/data.md."
+        "Give --text_column, --label_column (a CSV file's first line); for text files, chats see docs/data.md."
     ) in message(path, on_bad_record=on_bad_record)
     assert "no column 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
 import transformers
 from support import run_for
 from torch import nn
@@ -27,3 +31,24 @@ def test_a_causal_model_continues_the_beginning_of_the_text() -> None:
     assert sample(run, task, nn.Linear(1, 1), BYTES, "to be") is None
     assert sample(run, task, model, BYTES, "") is None  # nothing to begin with
     assert sample(run, load_task("masked_lm")(run.config), model, BYTES, "to be or not") is None
+
+
+def test_the_beginning_is_framed_as_the_task_frames_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose texts bring their own marks would else train without a start token and write after one."""
+    run = run_for(Config().changed(max_length=24))
+    task, given = load_task("causal_lm")(run.config), list[list[int]]()
+    config = transformers.LlamaConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+
+    def generate(prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        given.append(prompt[0].tolist())
+        return prompt
+
+    monkeypatch.setattr(model, "generate", generate)
+    ids = BYTES.encode("to be or not", add_special_tokens=False)
+    sample(run, task, model, BYTES, "to be or not to be")
+    monkeypatch.setattr(task, "framed", lambda ids, tokenizer: ids)
+    sample(run, task, model, BYTES, "to be or not to be")
+    assert given == [[BYTES.eos_token_id, *ids], ids]

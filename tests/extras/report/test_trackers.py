@@ -73,7 +73,9 @@ class _Recorder:
     """Stands for an Accelerator and keeps what it was asked."""
 
     def __init__(self, log_with: list[str], error: Exception | None = None) -> None:
-        self.log_with, self.trackers, self.calls, self._error = log_with, log_with, [], error
+        self.log_with, self.calls, self._error, self.metrics = log_with, [], error, []
+        defined = SimpleNamespace(define_metric=lambda name, **options: self.metrics.append((name, options)))
+        self.trackers = [SimpleNamespace(name=name, log=self.log, tracker=defined) for name in log_with]
 
     def init_trackers(self, *arguments: Any, **named: Any) -> None:
         if self._error:
@@ -107,10 +109,20 @@ def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path, mon
 
 
 def test_only_numbers_are_logged_by_the_kind_or_split_of_their_line():
-    recorder = _Recorder(["wandb"])
+    recorder = _Recorder(["trackio"])
     _log(recorder, 9, {"a": 1, "b": 0.5, "c": "x", "d": None, "e": [1]})
     _log(recorder, 9, {"split": "test", "loss": 2.0})
     assert recorder.calls == [({"train/a": 1, "train/b": 0.5}, 9), ({"test/loss": 2.0}, 9)]
+
+
+def test_lines_of_wandb_have_their_step_as_a_value():
+    """After step 9 it drops what is logged for step 8: the test split of the best checkpoint, steps gone back to."""
+    recorder: Any = _Recorder(["wandb", "tensorboard"])
+    start_trackers(recorder, _config(report_to=["wandb", "tensorboard"]))
+    assert recorder.metrics == [("*", {"step_metric": "step"})]
+    recorder.calls.clear()
+    _log(recorder, 8, {"split": "test", "loss": 2.0})
+    assert recorder.calls == [({"test/loss": 2.0, "step": 8},), ({"test/loss": 2.0}, 8)]
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
@@ -146,6 +158,10 @@ def test_the_other_trackers_run_offline(
     pytest.importorskip(tool)
     accelerator = Accelerator(cpu=True, log_with=[tool], project_dir=str(tmp_path))
     start_trackers(accelerator, _config(report_to=[tool], output_dir=str(tmp_path)))
-    _log(accelerator, 3, {"loss": 1.5})
+    for step in 3, 2:
+        _log(accelerator, step, {"loss": step / 2})
     accelerator.end_training()
     assert any((tmp_path / tool).iterdir())
+    for file in (tmp_path / tool).rglob("*.wandb"):  # records of protobuf, values as JSON
+        written = file.read_bytes()
+        assert written.count(b"train/loss") >= 2 and b"1.5" in written and b"1.0" in written

@@ -32,8 +32,7 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
     ``mode`` is ``none``, ``full`` or ``selective``, which keeps the outputs of attention without dropout, the most
-    expensive to recompute (arXiv 2205.05198). With ``offload`` inputs of checkpointed layers are kept in host memory,
-    unless on a CPU.
+    expensive to recompute (arXiv 2205.05198). With ``offload`` their inputs are kept in host memory, unless on a CPU.
     """
     if mode == "none":
         return
@@ -47,9 +46,9 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
         elif hasattr(model, "gradient_checkpointing_enable"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # type: ignore
         elif not layers:
-            raise ValueError("it is not of transformers, and has no nn.ModuleList of layers")
+            raise ValueError("it is not of transformers, and has no nn.ModuleList of layers.")
     except ValueError as error:
-        raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
+        raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error} Use none.") from None
     if not hasattr(model, "gradient_checkpointing_enable") and not _calls(model):
         why = "it calls parts of the layers in its nn.ModuleLists, not the layers. Give these a forward, or use none"
         raise UserError(f"gradient_checkpointing: {mode} would do nothing for this model: {why}.")

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from train.config import Config, fields, to_values
 from train.launch import Launch, read_launch
@@ -49,6 +50,11 @@ def check_settings(config: Config, launch: Launch) -> None:
             raise UsageError(f"{name} needs {needed}. Give that, too, or leave {name} out.")
         if isinstance(value, str) and not value.strip():  # a variable that was not set
             raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
+        if isinstance(value, str) and entry.metadata.get("is_path"):
+            try:
+                Path(value).exists()
+            except OSError as error:  # a name that is too long, a folder of another user
+                raise UsageError(f"{name}: {value}: {error.strerror}. Give another.") from None
         if isinstance(value, int) and value >= 2**63:  # torch and Arrow hold no more
             raise UsageError(f"{name}: {value} is too large: at most {2**63 - 1}.")
 

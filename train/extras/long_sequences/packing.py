@@ -42,8 +42,7 @@ def packed(run: Run, data: PreparedData) -> PreparedData:
 def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     """The numbers of the examples in each row of ``room`` tokens: the longest first, each where it leaves the least.
 
-    Best-fit decreasing needs at most 11/9 of the fewest rows possible (Johnson 1973), and depends on nothing but the
-    lengths and their order.
+    Best-fit decreasing needs at most 11/9 of the fewest rows possible (Johnson 1973). Lengths and order alone matter.
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # the room that is left, and the number of the row, ascending

@@ -23,8 +23,7 @@ class TokenRounds(Rounds):
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
 
-        The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where
-        the lists do not divide, those of most examples are halved.
+        The longest come first, as many as fit. Where lists do not divide by ranks, those of most examples are halved.
         """
         order, world_size = np.argsort([-int(length) for length in lengths], kind="stable"), arithmetic.dp_size
         parts: list[list[int]] = []

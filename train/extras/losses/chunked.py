@@ -61,8 +61,7 @@ def chunked_sum(
 ) -> Tensor:
     """() what :meth:`Objective.loss_sum` says of the logits, which are never all there.
 
-    For ``hidden`` (B, S, H) that an output embedding of ``weight`` (V, H) and ``bias`` (V,) is given, and ``labels``
-    (B, S).
+    For ``hidden`` (B, S, H), an output embedding of ``weight`` (V, H) and ``bias`` (V,), and ``labels`` (B, S).
     """
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)

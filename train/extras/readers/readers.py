@@ -32,7 +32,7 @@ _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", 
 TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
-NAME_COLUMNS = "Give --text_column, --label_column (names in a CSV file's first line); for chats see docs/data.md"
+NAME_COLUMNS = "Give --text_column, --label_column (a CSV file's first line); for text files, chats see docs/data.md"
 FORMAT = 10  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
@@ -123,12 +123,12 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         if column is not None and column not in record:
             names = ", ".join(f"{name if name == name.strip() else repr(name)!s:.40}" for name in map(str, record))
             raise RecordError(f"no column {column!r}; the columns are {names or 'none'}. {NAME_COLUMNS}")
+        if column is not None and isinstance(value := record[column], str) and (found := _UNREADABLE.search(value)):
+            encoding = "If the files are not UTF-8, name the encoding of all of them, such as --encoding cp1252"
+            where = f"character {found.start() + 1} of {column!r}"
+            raise RecordError(f"{where} is unreadable: NUL, half a surrogate pair, or a byte. {encoding}")
     if not isinstance(text := record[text_column], str):
         raise RecordError(f"{text_column!r} must be text, not {text!r:.40}. A function can read it (docs/forking.md)")
-    if found := _UNREADABLE.search(text):
-        encoding = "If the files are not UTF-8, name the encoding of all of them, such as --encoding cp1252"
-        where = f"character {found.start() + 1} of {text_column!r}"
-        raise RecordError(f"{where} is unreadable: NUL, half a surrogate pair, or a byte. {encoding}")
     if len(text) >= 2**29 and len(text.encode()) >= 2**31:  # which one value in Arrow cannot hold
         raise RecordError(f"{text_column!r} is 2 GiB or more. Divide it, or try --sample_by line")
     label = None
@@ -136,7 +136,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         label = record[label_column]
         if isinstance(label, int | float) and label % 1 >= 0:  # which NaN and infinity fail
             label = str(label if label % 1 else int(label))
-        if not isinstance(label, str) or not label.strip() or _UNREADABLE.search(label):
+        if not isinstance(label, str) or not label.strip():
             raise RecordError(f"{label_column!r} must be text or a number, not {label!r:.40}")
     if not text.strip():
         raise RecordError(EMPTY)

@@ -73,7 +73,9 @@ class Extra(extras.Extra):
             run.outputs.bar.set_postfix_str(progress_text(values), refresh=False)
         if run.accelerator.trackers:
             prefix = values.get("split", kind)
-            run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
+            line = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+            for tracker in run.accelerator.trackers:  # wandb drops lines of an earlier step, such as the best
+                tracker.log(*(({**line, "step": step},) if tracker.name == "wandb" else (line, step)))
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         outputs, own = run.outputs, run.config.of(Options)
@@ -132,6 +134,8 @@ def start_trackers(accelerator: Any, config: Config) -> None:
     try:
         project = os.environ.get("WANDB_PROJECT") if "wandb" in wanted else None  # an argument overrides it
         accelerator.init_trackers(project or PROJECT, config=tracked(config), init_kwargs=options)
+        for tracker in (t for t in accelerator.trackers if t.name == "wandb"):
+            tracker.tracker.define_metric("*", step_metric="step")
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error

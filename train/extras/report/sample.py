@@ -31,7 +31,8 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     if not (ids := next(task.token_ids([text], tokenizer))[: min(64, max_length // 2)]):
         return None
     model.eval()
-    prompt = torch.tensor([[*task.special_tokens(tokenizer)[0], *ids]], device=model.device)
+    framed = task.framed([*ids, -1], tokenizer)  # what follows -1 would end the text
+    prompt = torch.tensor([framed[: framed.index(-1)]], device=model.device)
     torch.manual_seed(run.config.optimization.seed)
     drawing = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": pad_token_id(tokenizer)}
     room, seen = min(160, max_length - prompt.shape[1]), torch.ones_like(prompt)
