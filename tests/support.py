@@ -50,6 +50,10 @@ predict_memory: false
 """
 
 
+takes_minutes = pytest.mark.skipif(not EVERY_CASE, reason="takes minutes: EVERY_CASE=1 runs it")
+"""For what is made of parts that shorter tests try."""
+
+
 def sampled(cases: Iterable[Any], one_of: int) -> list[Any]:
     """The first of each ``one_of`` cases, or all of them if ``EVERY_CASE``."""
     return [*cases][:: 1 if EVERY_CASE else one_of]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, run_for
+from support import ROOT, run_for, sampled
 
 from train.config import dump, parse, read_recipe
 from train.extras.readers.own_tokenizers import build_tokenizer
@@ -113,7 +113,7 @@ def test_header_of_a_planned_recipe_can_be_read(path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sampled(PLANNED, 2), ids=lambda path: path.stem)
 def test_the_plan_of_a_recipe_is_in_its_header(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hold_to_the_plan(path, tmp_path, capsys)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from faults.processes import script
-from support import ROOT, write_recipe
+from support import ROOT, sampled, write_recipe
 
 from train import extras
 from train.config import from_values
@@ -136,7 +136,9 @@ def test_each_extra_is_left_out_once() -> None:
     assert sorted([*ALONE, *(name for third in THIRDS for name in third)]) == sorted(extras.ORDER)
 
 
-@pytest.mark.parametrize("names", [*THIRDS, *(pytest.param((name,), marks=pytest.mark.slow) for name in extras.ORDER)])
+@pytest.mark.parametrize(
+    "names", [*THIRDS, *(pytest.param((name,), marks=pytest.mark.slow) for name in sampled(extras.ORDER, 2))]
+)
 def test_trains_without_extras_and_names_them_when_asked_for_them(names: tuple[str, ...], tmp_path: Path) -> None:
     left_open = AUTO if "memory" in names else {}
     lines, errors = train_without(names, tmp_path, *(asked.split()[0] for asked in left_open))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, takes_minutes
 from working_in_turns import work_in_turns
 
 from scripts.benchmarks import building, command_line, harness, loop_overhead, recompute, sequence_length
@@ -439,6 +439,7 @@ def test_padding_is_counted_again_as_the_committed_page_has_it() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_optimizers_on_a_card_count_nothing_of_those_before(tmp_path: Path) -> None:
     rows = measured_on_a_card("optimizers", tmp_path, "--steps", "1")["kept"]
     peaks = {row["optimizer"]: row["peak_bytes_per_parameter"] for row in rows if row["weights"] == "float32"}
@@ -446,6 +447,7 @@ def test_optimizers_on_a_card_count_nothing_of_those_before(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_every_rung_is_measured_on_a_card(tmp_path: Path) -> None:
     sizes = ("--hidden_size", "64", "--intermediate_size", "128", "--num_hidden_layers", "2", "--length", "4096")
     rows = measured_on_a_card("recompute", tmp_path, *sizes, "--mlp_tokens", "256", "--rounds", "1")["model"]

@@ -91,7 +91,7 @@ def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], forked: Callabl
 
 
 @pytest.mark.parametrize(
-    "words", [FORKS[0], *(pytest.param(words, marks=pytest.mark.slow) for words in [*FORKS[1:], *WITHOUT])]
+    "words", [FORKS[0], *(pytest.param(w, marks=pytest.mark.slow) for w in sampled([*FORKS[1:], *WITHOUT], 2))]
 )
 def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     from train.extras.readers.own_tokenizers import build_tokenizer
@@ -136,7 +136,7 @@ def test_the_fork_is_clean(words: tuple[str, ...], forked: Callable[..., Path], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", sampled([*FORKS, *WITHOUT], 2), ids=" ".join)
+@pytest.mark.parametrize("words", sampled([*FORKS, *WITHOUT], 6), ids=" ".join)
 def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     done = run_in(forked(*words), tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only")
     assert done.returncode == 0, done.stdout

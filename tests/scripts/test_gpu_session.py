@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support import ROOT, sampled
+from support import ROOT, sampled, takes_minutes
 
 from scripts.benchmarks import building, gpu_session, harness
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED
@@ -296,7 +296,7 @@ def small(name: str, folder: Path, environment: dict[str, str]) -> subprocess.Co
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in sampled(("check", "attention", "loss_kernels", "recompute", "sweep", "optimizers"), 2)
+        for name in sampled(("check", "attention", "loss_kernels", "recompute", "sweep", "optimizers"), 6)
     ],
 )
 def test_a_piece_starts_without_them(name: str, without: dict[str, str], tmp_path: Path) -> None:
@@ -336,6 +336,7 @@ print("real", [name for name, module in found.items() if "stand_ins" not in modu
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_real_runs_are_killed_resumed_and_split(tmp_path: Path) -> None:
     """With what the wheels bring and nothing else: reports are written without charts."""
     environment = python_without(others(*gpu_session.WHEELS), tmp_path / "hides")

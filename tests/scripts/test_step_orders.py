@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import ROOT, takes_minutes
 
 from scripts.benchmarks import step_orders
 from train.memory.allocator import replay
@@ -52,6 +52,7 @@ def test_the_page_is_that_of_its_figures() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_planned_step_fits_after_others(tmp_path: Path) -> None:
     found = step_orders.measured(step_orders.Options(models=("0.5b",), rungs=1, orders=2, output_dir=tmp_path))
     [row] = found["rows"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from faults.processes import script
-from support import ROOT, write_recipe
+from support import ROOT, takes_minutes, write_recipe
 
 from scripts.benchmarks import study
 from scripts.benchmarks.study import ablation, batch_size, learning_rate, trials
@@ -279,6 +279,7 @@ def test_what_cannot_run_at_all_is_said_before_anything_runs(
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
     toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
     words = command(tmp_path, "ablation", *toggles, "--seeds", 1, 2, "--target_loss", 0.001)
@@ -402,6 +403,7 @@ def test_a_run_of_other_flags_is_not_taken_for_the_result(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_range_of_rates(tmp_path: Path) -> None:
     own = ("--lowest", 1e-2, "--highest", 1e-1, "--per_decade", 1, "--seeds", 1)
     done = subprocess.run(command(tmp_path, "learning_rate", *own), capture_output=True, text=True, cwd=ROOT)
