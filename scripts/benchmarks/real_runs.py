@@ -44,7 +44,7 @@ TOLERANCE = 2e-3
 """Relative, of losses that would be equal but for the order of sums."""
 ROOM = 0.85
 """Share of a card that a micro-batch may take which has to fit."""
-SLACK_BYTES = 400 * 2**20
+SLACK_BYTES = 100 * 2**20
 """Of a process on a CPU, for what it loads after its limit is set."""
 
 

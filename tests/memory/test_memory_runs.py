@@ -310,6 +310,7 @@ def test_a_budget_of_tokens_rehearses_and_predicts_the_micro_batch_that_takes_mo
     assert "the longest step (8 × 128 and 1 × 982 tokens) peaks at" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_test_split_of_longer_texts_is_predicted_and_rehearsed(
     llama_recipe: Path, run_main: Run, tmp_path: Path
 ) -> None:

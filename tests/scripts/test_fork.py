@@ -142,7 +142,8 @@ def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callabl
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("words", [FORKS[0], pytest.param(WITHOUT[2], marks=pytest.mark.slow)], ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", sampled([FORKS[0], WITHOUT[2]], 2), ids=" ".join)
 def test_the_types_of_a_fork_are_checked(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     command = ("-m", "pyrefly", "check", "--python-interpreter-path", sys.executable)
     done = run_in(forked(*words), tmp_path, *command)

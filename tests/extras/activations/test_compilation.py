@@ -55,11 +55,8 @@ def gradients(model: nn.Module, length: int, rows: list[list[int]] | None = None
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [{}, pytest.param(MODES[1], marks=pytest.mark.slow), pytest.param(MODES[2], marks=pytest.mark.slow)],
-    ids=["none", "every second", "selective"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{}, MODES[1], MODES[2]], ids=["none", "every second", "selective"])
 def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: dict[str, Any]) -> None:
     model_config = DROPOUT if mode == MODES[1] else LLAMA
     plain, compiled = built(model_config, **mode), built(model_config, **mode)
