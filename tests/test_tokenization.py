@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import linecache
 import multiprocessing
 import re
@@ -271,6 +272,17 @@ def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:
     assert tokenizer_digest(one) == before == tokenizer_digest(same) != tokenizer_digest(other)
     one.chat_template = "{{ messages }}"  # by which a task may make ids
     assert tokenizer_digest(one) != before
+
+
+def test_digest_of_a_slow_tokenizer_knows_its_merges(tmp_path: Path) -> None:
+    from transformers import CTRLTokenizer
+
+    words, digests = ["<unk>", "a@@", "b@@", "c", "a", "b", "ab@@", "bc", "abc"], set[str]()
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    for merges in ("a b\nab c</w>", "b c</w>\na bc</w>", "b c</w>\na bc</w>"):
+        (tmp_path / "merges.txt").write_text(f"#version\n{merges}\n")
+        digests.add(tokenizer_digest(CTRLTokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")))
+    assert len(digests) == 2
 
 
 # Tokenising and its cache

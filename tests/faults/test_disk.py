@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from faults.injections import (
     at_call,
     at_change,
     at_open,
+    at_step,
     counting_changes,
     die,
     disk_fails,
@@ -23,6 +26,7 @@ from faults.injections import (
     disk_is_slow,
     on_rank,
     quick_roll_call,
+    send_itself,
     several,
     without_privileges,
 )
@@ -31,7 +35,7 @@ from support import EVERY_CASE, checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
 from train.figures import read_metrics
-from train.records import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED
 
 STEPS = 6
 FOREVER = 10**6
@@ -168,6 +172,41 @@ def test_disk_that_is_really_full(tmp_path: Path, small_disk: Path) -> None:
         subprocess.run(["rm", "-r", small_disk / "run" / "checkpoints" / name], check=True)
     [end] = run(arguments(tmp_path, small_disk / "run", "--save_total_limit", 1), tmp_path / "logs")
     assert f"at step {int(kept[-1][5:])}" in end.said
+
+
+def leave(num_bytes: int, disk: Path) -> None:
+    """Another program fills a disk up to this."""
+    found = os.statvfs(disk)
+    (disk / "other").write_bytes(bytes(found.f_bavail * found.f_frsize - num_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [8_000, 24_000, 48_000])
+def test_disk_that_is_full_when_final_is_written(tmp_path: Path, small_disk: Path, num_bytes: int) -> None:
+    """Files of weights and tokenizers are written by Rust, whose errors are none of Python's."""
+    fills = at_call("train.loop:evaluate", partial(leave, num_bytes, small_disk), after=True)
+    flags = ("--save_every_steps", "None", "--save_total_limit", 1, "--max_steps", 2, "--num_epochs", "None")
+    [end] = run(arguments(tmp_path, small_disk / "run", *flags), tmp_path / "logs", fault=fills)
+    assert end.status == EXIT_ERROR
+    assert re.search(r"error: .* cannot be written: (No space left on device|File too large)", end.said), end.said
+    assert "Traceback" not in end.said and not list(small_disk.rglob(".partial*"))
+    assert "Training is done and its checkpoint is written" in end.said
+    (small_disk / "other").unlink()
+    [end] = run(arguments(tmp_path, small_disk / "run", *flags), tmp_path / "logs")
+    assert end.status == EXIT_DONE, end.said
+
+
+def test_disk_that_is_full_when_a_run_says_that_it_has_stopped(tmp_path: Path, small_disk: Path) -> None:
+    """Its checkpoint is whole: schedulers have to see the status of a stop, and a person what to do."""
+    fills = at_call("train.checkpoint:rotate", partial(leave, 0, small_disk), after=True)
+    stops = at_step(1, "begin", send_itself(signal.SIGTERM))
+    [end] = run(
+        arguments(tmp_path, small_disk / "run", "--save_every_steps", "None"),
+        tmp_path / "logs",
+        fault=several(fills, stops),
+    )
+    assert end.status == EXIT_STOPPED, end.said
+    assert "after step 2; a checkpoint is written: run the same command again to resume from step 2" in end.said
+    assert names(small_disk / "run") == ["step-00000002"] and not (small_disk / "run" / "stopped.json").exists()
 
 
 def make_read_only(folder: Path) -> None:

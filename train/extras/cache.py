@@ -149,12 +149,13 @@ def task_digest(task: type[Task]) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
+    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class, vocabulary, some ids."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # Truncation and padding are those of its last call.
         text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
     else:
         text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
+        text += str(tokenizer.encode(" ".join(sorted(tokenizer.get_vocab())[:9999])))  # merges and settings show in ids
     text += str(getattr(tokenizer, "chat_template", None) or "")
     text += "split" if getattr(tokenizer, "split_special_tokens", False) else ""  # then a text's own marks are text
     return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]

@@ -29,6 +29,7 @@ from train.extras.gradients.health import Health, figures_of, gradient_of, layer
 from train.extras.gradients.problems import problems_in
 from train.figures import read_metrics
 from train.launch import Launch
+from train.main import main
 from train.model import ModelWithLoss
 from train.records import EXIT_DONE, MicroBatch, UsageError
 from train.step import Engine
@@ -197,6 +198,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
     "healthy": ([GOOD] * 9, []),
     "vanishing": ([row([1e-9, 1e-9, 1e-3, 2.0])] * 2, [("vanishing gradient", "layers.0")]),
     "zero": ([row([0.0, 0.0, 0.0, 2.0])] * 2, [("vanishing gradient", "layers.0")]),
+    "a tower for images": ([row([0.5, 0.0, 0.8, 2.0], activations=[1.0, None, 1.0, 1.0])] * 2, []),
+    "a tower for images in fp16": ([row([0.5, 0.0, 0.8, 2.0], activations=[1.0, None, 1.0, 1.0], **HALF)] * 2, []),
     "once is not enough": ([GOOD, row([0.5, 1e-9, 0.8, 2.0])], []),
     "outside of blocks it is not judged": ([row([1e-9, 1.0, 0.8, 2.0])] * 2, []),
     "vanished later": ([GOOD, *[row([0.5, 1e-9, 0.8, 2.0])] * 2], [("learning rate too high", "layers.0")]),
@@ -352,6 +355,42 @@ def test_a_healthy_model_is_not_accused(train: Told) -> None:
 def test_healthy_models_are_not_accused(model: Any, flags: Sequence[Any], train: Told) -> None:
     told, rows = train(model, *flags, "--max_steps", 64)
     assert told == [] and len(rows) == 8
+
+
+MOSTLY_FROZEN = """
+import os
+import transformers
+
+
+def build():
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.transformer.h.requires_grad_("FROZEN" not in os.environ)
+    return model
+"""
+
+
+def test_a_run_that_resumes_with_more_trained_layers_is_measured_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(MOSTLY_FROZEN)
+    flags = ["--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--gradient_health"]
+    flags += [
+        "--model",
+        f"{tmp_path / 'own.py'}:build",
+        "--tokenizer",
+        "bytes",
+        "--num_epochs",
+        "None",
+        "--lr_scheduler",
+        "constant",
+    ]
+    monkeypatch.setenv("FROZEN", "1")
+    assert main([str(word) for word in [*flags, "--max_steps", 2]]) == EXIT_DONE
+    monkeypatch.delenv("FROZEN")
+    assert main([str(word) for word in [*flags, "--max_steps", 4]]) == EXIT_DONE
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "health"]
+    assert [(row["step"], len(row["layers"])) for row in rows] == [(1, 3), (2, 3), (4, 5)]
 
 
 @pytest.mark.slow

@@ -50,6 +50,12 @@ def test_on_cuda_a_leak_is_a_thousandth_of_what_is_allocated() -> None:
     assert Watched().first_leak(2 * 2**30, *[MIB] * 9) == 5
 
 
+def test_losses_that_wait_for_the_next_line_of_the_log_are_no_leak() -> None:
+    """512 bytes each on CUDA, as many as lie between two lines."""
+    assert Watched().first_leak(*[2 * 512] * 20_000) is None
+    assert Watched().first_leak(*[8 * 512] * 1000) == 257
+
+
 def test_on_a_cpu_each_step_leaves_64_kib() -> None:
     assert Watched(on_cuda=False).first_leak(*[2**16] * 9) == 5
     assert Watched(on_cuda=False).first_leak(*[2**16 - 1] * 9) is None

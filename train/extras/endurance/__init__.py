@@ -7,11 +7,12 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -224,7 +225,8 @@ class Extra(extras.Extra):
         where = f"after step {step}{saved}" if step is not None else "while the data was prepared"
         step = step if step is not None else self._newest_step()
         if outputs.is_main:
-            write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
+            with suppress(UserError):  # on a full disk the checkpoint counts
+                write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
         again = f"run {self._same_command()} again to resume from step {step}"
         outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
@@ -232,6 +234,8 @@ class Extra(extras.Extra):
         """Explains a disk that cannot be written; empty if a rank is lost, which one rank has then reported."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
+        if found := re.search(r"\(os error (\d+)\)$", str(error)):  # libraries in Rust raise no OSError
+            error = OSError(int(found[1]), os.strerror(int(found[1])))
         if isinstance(error, OSError):
             folder, name = Path(self._config.output.output_dir), error.filename  # a sync names none
             is_own = folder.resolve() in Path(name).resolve().parents if isinstance(name, str) else self._is_trained

@@ -39,7 +39,7 @@ class Health:
             if parameter.requires_grad:
                 self._weights.setdefault(layer_of(name.rpartition(".")[0] or name), []).append(parameter)
         # What the log has of the run before it was resumed; only the main process tells of problems.
-        rows = [row for row in read_metrics(run.outputs.metrics) if row["kind"] == "health"]
+        rows = [row for row in read_metrics(run.outputs.metrics) if row.get("layers") == [*self._weights]]
         self._rows, self._told = [*rows[:1], *rows[1:][-ROWS:]], set()
         self._gradients: list[list[float]] = []  # of the step that is being made, by layer
         self._activations: dict[str, Tensor] | None = None  # () the largest so far, by layer; None: not measured now

@@ -1,9 +1,8 @@
 """Names what is wrong with a run: pure functions of its rows ``health``.
 
-The bounds stand between what small models with and without these problems showed in 100 steps (llama, gpt2, bert,
-MLPs). Smallest norm of a block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7.
-Growth of activations: healthy ≤ 13, learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9, large initial weights
-≥ 4e7. fp16's 5 % are those of arXiv 1710.03740.
+The bounds stand between what small models with and without these problems showed in 100 steps. Smallest norm of a
+block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7. Growth of activations:
+healthy ≤ 13, learning rate × 30 ≥ 480. Gradient norm: healthy ≤ 9, large weights ≥ 4e7. 5 %: arXiv 1710.03740.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,8 +57,8 @@ def vanishing(rows: Rows) -> Problem | None:
     names = rows[-1]["layers"]
 
     def small(row: Mapping[str, Any]) -> set[int]:
-        bound = VANISHED * largest(row, row["norms"])[0]
-        return {i for i in blocks if row["norms"][i] is not None and row["norms"][i] < bound}
+        bound, norms = VANISHED * largest(row, row["norms"])[0], row["norms"]
+        return {i for i in blocks if norms[i] is not None and norms[i] < bound and (norms[i] or row["activations"][i])}
 
     blocks = [place for place, layer in enumerate(names) if layer.rpartition(".")[2].isdigit()]
     if len(rows) < 2 or not (both := small(rows[-1]) & small(rows[-2])):
@@ -88,8 +87,9 @@ def fp16_trouble(rows: Rows) -> Problem | None:
     row, scale = rows[-1], rows[-1]["loss_scale"]
     # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
     flushed = row["flushed" if scale is None else "flushed_scaled"]
-    twice = zip(flushed, row["norms"], rows[-2:][0]["norms"], strict=True)
-    share, layer = largest(row, [s if norm or before != 0 or len(rows) < 2 else 1.0 for s, norm, before in twice])
+    is_zero = [norm == last == 0 for norm, last in zip(row["norms"], rows[-2:][0]["norms"], strict=True)]
+    lost = [zero and seen and len(rows) > 1 for zero, seen in zip(is_zero, row["activations"], strict=True)]
+    share, layer = largest(row, [1.0 if zero else s for s, zero in zip(flushed, lost, strict=True)])
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"

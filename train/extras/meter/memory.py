@@ -19,7 +19,7 @@ from train.figures import gib
 from train.records import MicroBatch
 
 GROWING_STEPS = 4  # in a row, each ending with more than the one of equal shapes before it, are a leak
-LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in all, and of what is allocated: less is not reported
+LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in 512 steps (losses wait for the log), and of what is allocated
 SURVIVOR_BYTES = 2**16  # per step, on a CPU, where following a step that might leak costs time
 _MAX_SIGNATURES = 64
 _NAMED = 3  # how many kinds of tensors a report names
@@ -184,7 +184,7 @@ class LeakWatch:
         if self._on_cuda and self._growing_steps == GROWING_STEPS // 2:
             self._listed_bytes, self._listed = now, self._list_live()
         grown = now - self._first_bytes
-        least = max(LEAK_BYTES, LEAK_SHARE * now) if self._on_cuda else 0
+        least = max(LEAK_BYTES * max(1, self._growing_steps / 512), LEAK_SHARE * now) if self._on_cuda else 0
         if self._growing_steps < GROWING_STEPS or grown < least:
             return
         gc.collect()  # a cycle of objects is not a leak

@@ -68,10 +68,9 @@ class Bf16AdamW(torch.optim.AdamW):
 
 
 def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Rounds fp32 ``value`` in place to numbers that bf16 holds, up or down such that the mean is ``value``.
+    """Rounds fp32 ``value`` in place to numbers of bf16, up or down by ``key`` such that the mean is ``value``.
 
     bf16 is the upper half of fp32's bits: adding a random lower half, and dropping it, carries with the right chance.
-    The same ``key`` gives the same random numbers.
     """
     noise = random_halves(value.numel(), key, value.device).view(value.shape)
     value.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
