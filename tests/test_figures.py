@@ -191,6 +191,7 @@ SECRET = ("access_token", "auth", "pwd", "jwt", "bearer", "Password", "api-key")
     [
         ("https://me:pw@host/x", "https://…@host/x"),
         ("https://host/x?a=1&sig=abc&access_token=t", "https://host/x?a=1&sig=…&access_token=…"),
+        ("<li>?token=abc</li><li>last", "<li>?token=…</li><li>last"),  # of a page
         ("with hf_" + "a" * 30, "with hf_…"),
         *((f"https://host/x{mark}{name}=abc", f"https://host/x{mark}{name}=…") for mark in "?#" for name in SECRET),
         ("?design=round&author=me", "?design=round&author=me"),

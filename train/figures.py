@@ -14,7 +14,7 @@ from train.records import UserError
 
 _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
     r"(?<=:/)(/?)[^/\s@'\"]+(?=@)",
-    r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+",
+    r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&<\s'\"]+",
     r"\b(hf_)\w{20,}",
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # only writing fails so

@@ -277,7 +277,8 @@ def _model_html(maps: Maps, model: str) -> str:
             for size in SHOWN_SIZES:
                 card, text = maps.at(model, rung, length, size)
                 style = "background: {}; color: {}".format(*maps.colours(card))
-                cells += f'<td style="{style}" title="{escape(card or "none of these")}">{text}</td>'
+                known = escape(card or "none of these")
+                cells += f'<td style="{style}" title="{known}" aria-label="{text} GiB, {known}">{text}</td>'
             rows += f'<tr><th scope="row">{length:,}</th>{cells}</tr>'
         name = rung if rung == "nothing" else f"+ {rung}"
         caption = f"<figcaption><strong>{escape(name)}</strong>Rows: tokens; columns: micro-batch.</figcaption>"

@@ -86,7 +86,8 @@ def _chart(
     if not (curves := [curve for curve in curves if curve[0]]):
         return None
     steps = [step for found, _ in curves for step, _ in found]
-    label = f"{title} from step {min(steps):,} to {max(steps):,}; {number(curves[0][0][-1][1])} at the end."
+    ends = ", ".join(f"{look.get('label', '')} {number(found[-1][1])}".strip() for found, look in curves)
+    label = f"{title} from step {min(steps):,} to {max(steps):,}; at the end {ends}."
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import MaxNLocator

@@ -27,9 +27,8 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]
     listed = "".join(f"<li>{escape(str(note))}</li>" for note in notes)
-    phases, kinds = summary.get("peak_bytes_by_phase") or {}, summary.get("bytes_by_kind") or {}
-    sizes = {name: gib(size) for name, size in {**phases, **kinds}.items()}
-    settings = "<summary>Every setting but dataset_options; config.yaml has all and re-runs this</summary>"
+    sizes = {k: gib(v) for of in ("peak_bytes_by_phase", "bytes_by_kind") for k, v in (summary.get(of) or {}).items()}
+    settings = "<summary>Every setting but what dataset_options holds; config.yaml has all and re-runs this</summary>"
     settings += f"<pre>{escape(dump(config.changed(dataset_options=None)))}</pre>"
     sections = [
         _cards(summary),
@@ -41,7 +40,7 @@ def page(config: Config, kind: str, summary: Row, rows: Sequence[Row], sample: s
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
         section_html("Configuration", f'<details class="box">{settings}</details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
-        "<footer>\nSizes in GiB, 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl next to it.</footer>\n",
+        "<footer>\nFigures: summary.json, metrics.jsonl. GiB, MiB: 2<sup>30</sup>, 2<sup>20</sup> bytes.</footer>\n",
     ]
     title = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     return without_secrets(html_page(title, _glance(kind, summary, evaluations), "".join(sections)))
@@ -79,7 +78,7 @@ def _cards(summary: Mapping[str, Any]) -> str:
     metric = (summary.get("metric_name") or "").replace("_", " ")
     predicted = get("predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
     cards = [
-        (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best at step {:,}".format)),
+        (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best step: {:,}".format)),
         ("Tokens per second", get("tokens_per_second", count), get("mfu", "MFU {:.1%}".format)),
         ("Peak memory", get("peak_allocated_bytes", gib), predicted),
         ("Training time", get("training_seconds", duration), get("epochs", lambda n: f"{n:.3g} epoch{'s' * (n != 1)}")),
@@ -111,10 +110,10 @@ def facts_html(values: Mapping[str, Any]) -> str:
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    lines = ("".join(f"<td>{escape(number(value))}</td>" for value in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table>"
-    return f'<div class="box">{table}</div>' if rows else ""
+    cells = ([f"<td>{escape(number(value))}</td>" for value in row] for row in rows)
+    body = "".join(f'<tr><th scope="row">{first[4:-5]}</th>{"".join(more)}</tr>\n' for first, *more in cells)
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table>" if rows else ""
+    return table and f'<div class="box">{table}</div>'
 
 
 def _evaluations(evaluations: Sequence[Row]) -> str:
