@@ -72,10 +72,11 @@ def _log(accelerator: Any, step: int, values: dict[str, Any]) -> None:
 class _Recorder:
     """Stands for an Accelerator and keeps what it was asked."""
 
-    def __init__(self, log_with: list[str], error: Exception | None = None) -> None:
+    def __init__(self, log_with: list[str], error: Exception | None = None, is_main_process: bool = True) -> None:
         self.log_with, self.calls, self._error, self.metrics = log_with, [], error, []
         defined = SimpleNamespace(define_metric=lambda name, **options: self.metrics.append((name, options)))
-        self.trackers = [SimpleNamespace(name=name, log=self.log, tracker=defined) for name in log_with]
+        self.is_main_process, started = is_main_process, {"tracker": defined} if is_main_process else {}
+        self.trackers = [SimpleNamespace(name=name, log=self.log, **started) for name in log_with]
 
     def init_trackers(self, *arguments: Any, **named: Any) -> None:
         if self._error:
@@ -120,6 +121,7 @@ def test_lines_of_wandb_have_their_step_as_a_value():
     recorder: Any = _Recorder(["wandb", "tensorboard"])
     start_trackers(recorder, _config(report_to=["wandb", "tensorboard"]))
     assert recorder.metrics == [("*", {"step_metric": "step"})]
+    start_trackers(_Recorder(["wandb"], is_main_process=False), _config(report_to=["wandb"]))  # starts on rank 0 alone
     recorder.calls.clear()
     _log(recorder, 8, {"split": "test", "loss": 2.0})
     assert recorder.calls == [({"test/loss": 2.0, "step": 8},), ({"test/loss": 2.0}, 8)]

@@ -134,7 +134,7 @@ def start_trackers(accelerator: Any, config: Config) -> None:
     try:
         project = os.environ.get("WANDB_PROJECT") if "wandb" in wanted else None  # an argument overrides it
         accelerator.init_trackers(project or PROJECT, config=tracked(config), init_kwargs=options)
-        for tracker in (t for t in accelerator.trackers if t.name == "wandb"):
+        for tracker in (t for t in accelerator.trackers if t.name == "wandb" and accelerator.is_main_process):
             tracker.tracker.define_metric("*", step_metric="step")
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
