@@ -155,7 +155,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
     else:
         text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
-        text += str(tokenizer.encode(" ".join(sorted(tokenizer.get_vocab())[:9999])))  # merges and settings show in ids
+        text += str(tokenizer(" ".join(sorted(tokenizer.get_vocab())[:9999]), verbose=False)["input_ids"])  # by merges
     text += str(getattr(tokenizer, "chat_template", None) or "")
     text += "split" if getattr(tokenizer, "split_special_tokens", False) else ""  # then a text's own marks are text
     return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
