@@ -400,7 +400,7 @@ def test_the_quickstart_is_not_accused(tmp_path: Path) -> None:
     done = script(["train/main.py", *flags], 1, {**os.environ, "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == EXIT_DONE, done.stderr
     assert "gradient health" not in done.stdout
-    assert sum(r["kind"] == "health" for r in read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+    assert sum(r["kind"] == "health" for r in read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
 
 
 @pytest.mark.slow
