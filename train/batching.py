@@ -31,7 +31,7 @@ class Rounds:
         """The examples of one step as ``[round][rank]`` lists of ids.
 
         Every rank gets the same number of rounds, each at most a micro-batch of similar lengths, the longest first.
-        Sizes within a step differ by at most one. With fewer examples than ranks the last ones are empty.
+        Sizes within a step differ by at most one. With fewer examples than ranks the last lists are empty.
         """
         size, ranks = arithmetic.micro_batch_size, arithmetic.dp_size
         longest_first = np.array(ids)[np.argsort(-np.array(lengths), kind="stable")]

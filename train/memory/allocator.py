@@ -3,7 +3,7 @@
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13) with default settings: memory is taken from
 the device in *segments*, cut into *blocks*, and kept when blocks are freed; a full device gets back the pages of
 expandable segments on which no live block lies. Left out: streams (a freed block is free at once), CUDA graphs, and
-that a full device also gets back other segments. Of equal blocks the lower is taken; later segments lie higher here.
+that a full device also gets back other segments. Of equal blocks the lower is taken; later segments are put higher.
 """
 
 import math

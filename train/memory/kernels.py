@@ -4,7 +4,7 @@ Time is a roofline's (Williams, Waterman, Patterson 2009): each operator takes a
 whichever is longer, at rates that real kernels reach. It ranks settings; it does not replace a measurement.
 
 The rules are those of the sources. torch: ``sdp_utils.cpp`` for the choice among attention kernels, the backward
-wrappers of each kernel for buffers that they free before they return. Losses: Liger Kernel 0.8. On-chip memory is out.
+wrappers of each kernel for buffers that are freed again. Losses: Liger Kernel 0.8. On-chip memory is not counted.
 """
 
 import os

@@ -58,7 +58,7 @@ def largest_fitting(
     """The largest of ``candidates`` (ascending) that needs at most ``room_bytes``; None: not even the smallest does.
 
     Guesses along the line through the last two points, because memory is nearly affine, and halves where that does not
-    help. Never tries more than eight times what fits, because large steps take long to predict. None is too many.
+    help. Never tries more than eight times what fits, because large steps take long to predict. None is too much.
     """
     low, high, index, tries = -1, len(candidates), candidates.index(first), 0
     points: list[tuple[int, int]] = []

@@ -3,7 +3,7 @@
 Torch's C++ core asks two tables about CUDA before it lets a fake tensor of that device pass autograd and autocast: the
 registry of device guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++
 functions, that report a card on which nothing ever runs. :func:`ranks` makes a process group that exchanges nothing, so
-that torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. It needs its own process.
+that torch's and accelerate's own FSDP2 code runs on fake tensors for any number of ranks. The process stays so.
 """
 
 import contextlib

@@ -124,7 +124,7 @@ def test_lines_of_wandb_have_their_step_as_a_value():
     start_trackers(_Recorder(["wandb"], is_main_process=False), _config(report_to=["wandb"]))  # starts on rank 0 alone
     recorder.calls.clear()
     _log(recorder, 8, {"split": "test", "loss": 2.0})
-    assert recorder.calls == [({"test/loss": 2.0, "step": 8},), ({"test/loss": 2.0}, 8)]
+    assert recorder.calls == [({"test/loss": 2.0, "step": 8}, None), ({"test/loss": 2.0}, 8)]
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):

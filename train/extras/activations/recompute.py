@@ -32,7 +32,7 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
     ``mode`` is ``none``, ``full`` or ``selective``, which keeps the outputs of attention without dropout, the most
-    expensive to recompute (arXiv 2205.05198). With ``offload`` their inputs are kept in host memory, unless on a CPU.
+    expensive to recompute (arXiv 2205.05198). With ``offload`` layers' inputs are kept in host memory, unless on a CPU.
     """
     if mode == "none":
         return

@@ -114,7 +114,7 @@ class Tiled(nn.Module):
     costs only its last product more: what the MLP is given is saved before it computes, and torch's recomputation of
     the layer stops at the last tensor that was saved (after the MLP, if a norm or dropout follows).
 
-    Gradients of weights are summed over the tiles, in fp32 or better, and handed to autograd once, whole for any hook.
+    Gradients of weights are summed over the tiles, in fp32 or better, and handed to autograd once: hooks see them all.
     """
 
     def compute_whole(self, *args: Any, **named: Any) -> Tensor:

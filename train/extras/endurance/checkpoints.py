@@ -33,7 +33,7 @@ class Saving:
     """Writes a run's checkpoints; all methods but :meth:`wait` are called by all ranks together.
 
     With ``in_background`` each rank copies what it holds, and a thread of its own writes the copy; without it training
-    waits for the disk. A thread of rank 0 completes it when ``gather`` has every rank's text, under a name used once.
+    waits for the disk. A thread of rank 0 completes it once ``gather`` has a text of each rank, under a name used once.
     """
 
     def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] | None = None) -> None:

@@ -2,8 +2,7 @@
 
 A layer is a block of the model (``model.layers.0``) or a module outside of blocks (``lm_head``). Each due step writes a
 row ``health`` to ``metrics.jsonl``, with a list over layers for each of FIGURES. The gradient is that of the mean loss,
-before clipping and without its loss scale. Exponents of fp32 are counted: one pass tells what any loss scale would
-flush or overflow, and what any bound on values would clip.
+before clipping and without its loss scale. Its exponents tell what any loss scale would flush or overflow.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Names what is wrong with a run: pure functions of its rows ``health``.
 
 The bounds stand between what small models with and without these problems showed in 100 steps. Smallest norm of a
-block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7. Growth of activations:
-healthy ≤ 13, learning rate × 30 ≥ 480. Gradient norm: healthy ≤ 9, large weights ≥ 4e7. 5 %: arXiv 1710.03740.
+block over the largest of a layer: healthy ≥ 4e-3, deep and not normalised ≤ 2e-7. Growth of activations: healthy ≤ 13,
+learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9, large weights ≥ 4e7. fp16's 5 %: arXiv 1710.03740.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ def vanishing(rows: Rows) -> Problem | None:
     """A block's gradient is next to nothing, in two rows in a row; where it was not at first, a rate is too high."""
     names = rows[-1]["layers"]
 
-    def small(row: Mapping[str, Any]) -> set[int]:
+    def small(row: Mapping[str, Any]) -> set[int]:  # without those that the step did not use: no norm, no activations
         bound, norms = VANISHED * largest(row, row["norms"])[0], row["norms"]
         return {i for i in blocks if norms[i] is not None and norms[i] < bound and (norms[i] or row["activations"][i])}
 
@@ -87,9 +87,9 @@ def fp16_trouble(rows: Rows) -> Problem | None:
     row, scale = rows[-1], rows[-1]["loss_scale"]
     # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
     flushed = row["flushed" if scale is None else "flushed_scaled"]
-    is_zero = [norm == last == 0 for norm, last in zip(row["norms"], rows[-2:][0]["norms"], strict=True)]
-    lost = [zero and seen and len(rows) > 1 for zero, seen in zip(is_zero, row["activations"], strict=True)]
-    share, layer = largest(row, [1.0 if zero else s for s, zero in zip(flushed, lost, strict=True)])
+    layers = zip(flushed, row["norms"], rows[-2:][0]["norms"], row["activations"], strict=True)
+    lost = [1.0 if norm == last == 0 and used and len(rows) > 1 else some for some, norm, last, used in layers]
+    share, layer = largest(row, lost)
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"

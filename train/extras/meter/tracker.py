@@ -49,7 +49,7 @@ class Block:
 class StorageTracker(TorchDispatchMode):
     """While it is entered, follows every storage that operators touch on one type of device.
 
-    By ``num_classes``, C of logits (..., C), these are told from other activations. Sizes are those of CUDA's blocks.
+    By ``num_classes``, C of logits (..., C), these are told from other activations. Sizes on CUDA are its blocks'.
     """
 
     def __init__(self, device_type: str, num_classes: int | None = None) -> None:
@@ -173,7 +173,7 @@ class StorageTracker(TorchDispatchMode):
 def adds_in_place(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd would add two gradients of one tensor in the first of them, as nothing else uses it.
 
-    While operators are followed it always makes a new one, which with tied embeddings would be one table too much.
+    Followed, or for a tensor subclass, it always makes a new one: with tied embeddings one table too much.
     """
     if func is not torch.ops.aten.add.Tensor or kwargs:
         return False

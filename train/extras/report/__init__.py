@@ -74,8 +74,9 @@ class Extra(extras.Extra):
         if run.accelerator.trackers:
             prefix = values.get("split", kind)
             line = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
-            for tracker in run.accelerator.trackers:  # wandb drops lines of an earlier step, such as the best
-                tracker.log(*(({**line, "step": step},) if tracker.name == "wandb" else (line, step)))
+            for tracker in run.accelerator.trackers:
+                is_wandb = tracker.name == "wandb"  # it drops steps before its last: the best one's, those made again
+                tracker.log(line | {"step": step} if is_wandb else line, None if is_wandb else step)
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         outputs, own = run.outputs, run.config.of(Options)

@@ -110,8 +110,8 @@ def facts_html(values: Mapping[str, Any]) -> str:
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    cells = ([f"<td>{escape(number(value))}</td>" for value in row] for row in rows)
-    body = "".join(f'<tr><th scope="row">{first[4:-5]}</th>{"".join(more)}</tr>\n' for first, *more in cells)
+    lines = ([escape(number(value)) for value in row] for row in rows)
+    body = "".join(f'<tr><th scope="row">{name}</th><td>{"</td><td>".join(more)}</td></tr>\n' for name, *more in lines)
     table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table>" if rows else ""
     return table and f'<div class="box">{table}</div>'
 
