@@ -45,7 +45,8 @@ TOLERANCE = 2e-3
 ROOM = 0.85
 """Share of a card that a micro-batch may take which has to fit."""
 SLACK_BYTES = 100 * 2**20
-"""Of a process on a CPU, for what it loads after its limit is set."""
+"""Of a process on a CPU, for what it loads after its limit is set. Seen to split with -100 to 400 MiB, the latter not
+always."""
 
 
 @dataclass(frozen=True)
