@@ -11,6 +11,7 @@ import torch
 from test_model import CAUSAL, GPT2, LLAMA, batch, built
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -407,6 +408,31 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
 def test_settings_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check(from_values({"model_config": {"model_type": "llama"}, "tokenizer": "bytes", **values}))
+
+
+class CountProducts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        self.number += any(part in function.__name__ for part in ("bmm", "scaled_dot_product"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("attention", "of_the_second"), [("sdpa", 0), ("eager", 4)])
+def test_selective_computes_attention_again_only_where_it_is_several_operations(
+    attention: str, of_the_second: int
+) -> None:
+    products = {}
+    for mode in ("none", "selective"):
+        model = built(LLAMA, max_length=128).train()
+        model.set_attn_implementation(attention)
+        enable_checkpointing(model, mode)
+        with CountProducts() as count:
+            step(model)
+        products[mode] = count.number
+    assert products["selective"] - products["none"] == of_the_second  # two layers: queries · keys, weights · values
 
 
 @torch.library.custom_op("tests::_scaled_dot_product_flash_attention", mutates_args=())
