@@ -305,7 +305,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_noticed_before_training(
     run.mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "purged")
     assert train(tmp_path) == EXIT_ERROR
-    assert f"error: {run / 'checkpoints'}: cannot be written: File exists" in capsys.readouterr().err
+    why = f"it links to {tmp_path / 'purged'}, which is not a folder. Give another --output_dir."
+    assert f"error: {run / 'checkpoints'}: cannot be written: {why}" in capsys.readouterr().err
     assert not (run / "metrics.jsonl").exists()
 
 

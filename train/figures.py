@@ -54,8 +54,10 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename if isinstance(error, FileExistsError) else path  # a file in place of a folder
+        is_lost = where is not path and Path(where).is_symlink()  # to a disk that is not mounted
+        why = f"it links to {Path(where).readlink()}, which is not a folder" if is_lost else error.strerror or error
         remedy = f"{'Free space or give' if error.errno in FULL else 'Give'} another --output_dir"
-        raise UserError(f"{where}: cannot be written: {error.strerror or error}. {remedy}.") from None
+        raise UserError(f"{where}: cannot be written: {why}. {remedy}.") from None
 
 
 def make_folder(path: Path) -> None:
@@ -68,10 +70,9 @@ def make_folder(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Has the system put a file, or the names in a folder, on the disk."""
-    is_windows = not hasattr(os, "O_DIRECTORY")  # which opens no folders, and syncs no files that are open to be read
-    if is_windows and path.is_dir():
+    if (is_windows := not hasattr(os, "O_DIRECTORY")) and path.is_dir():  # which it cannot open
         return
-    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)  # Windows syncs what it may write
     try:
         os.fsync(descriptor)
     except OSError as error:  # FUSE and CIFS sync only files

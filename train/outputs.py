@@ -185,7 +185,8 @@ class Outputs:
             figures.write_whole(self.folder / "summary.json", figures.to_json(summary, indent=2) + "\n")
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
-        skipped = f" ({n} skipped: no finite gradient)" if (n := summary.get("nonfinite_steps")) else ""
+        what = "skipped or undone" if summary["rollbacks"] else "skipped"
+        skipped = f" ({n} {what}: no finite gradient)" if (n := summary["nonfinite_steps"]) else ""
         self.say(
             f"{figures.several(summary['steps'], 'step')}{skipped}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "

@@ -201,7 +201,8 @@ def test_a_run_that_is_killed_after_it_went_back_is_exact(tmp_path: Path, ranks:
     bad = losses_of(5, math.nan, last=6)  # steps 6 and 7, after which the run goes back to step 3
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    assert trained(tmp_path / "whole", *flags, ranks=ranks, fault=bad)[0].status == EXIT_DONE
+    whole = trained(tmp_path / "whole", *flags, ranks=ranks, fault=bad)[0]
+    assert whole.status == EXIT_DONE and " steps (2 skipped or undone: no finite gradient), " in whole.said, whole.said
     killed = several(bad, at_call("train.loop:advance", die, 8))
     assert trained(tmp_path / "killed", *flags, ranks=ranks, fault=killed)[0].status == KILLED
     assert trained(tmp_path / "killed", *flags, ranks=ranks, fault=bad)[0].status == EXIT_DONE

@@ -82,6 +82,19 @@ def test_handlers_are_given_back_but_one_who_was_asked_to_stop_is_not_ended_by_b
     assert signal.getsignal(signal.SIGINT) in before
 
 
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_a_checkpoint_is_promised_as_far_as_it_is_sure(
+    world_size: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher sends SIGTERM to the others when it has lost a process, and none of them can save then."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with Signals([]).listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    if_whole = " if all processes are still there" if world_size == "2" else ""
+    line = f"SIGTERM: the run stops at the next safe point, with a checkpoint{if_whole}"
+    assert capfd.readouterr().err.splitlines() == ["", line]
+
+
 def test_the_first_interrupt_after_another_request_ends_nothing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of someone who presses Ctrl-C while a scheduler's request waits for the end of a long step."""
     now, stop = 0.0, list[str]()

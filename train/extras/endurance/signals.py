@@ -38,7 +38,8 @@ class Signals:
         if not self.stop:
             self.stop.append(signal.Signals(number).name)
             if not self._is_at_once and os.environ.get("RANK", "0") == "0":  # a long step may come first
-                line = f"\n{self.stop[0]}: the run stops at the next safe point, with a checkpoint"
+                if_whole = " if all processes are still there" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+                line = f"\n{self.stop[0]}: the run stops at the next safe point, with a checkpoint{if_whole}"
                 if number == signal.SIGINT:  # accelerate launch ends at the first, and leaves the run behind
                     line += f"; to end it at once, interrupt again or kill -9 {os.getpid()}"
                 with suppress(OSError):  # a terminal that is closed sends SIGHUP, and takes no more lines
@@ -79,10 +80,7 @@ class Signals:
 
 
 def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
-    """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
-
-    Where they die before they have delivered anything, or lack shared memory, this process loads the rest itself.
-    """
+    """What ``loader`` makes of each list, in order; where its processes die, new ones or this one load the rest."""
     (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
     obey_this = partial(_obey_parent, os.getpid())
     batches = _start(loader(sampler=ahead, worker_init_fn=obey_this, multiprocessing_context="fork"))
@@ -101,8 +99,7 @@ def deliver(say: Callable[[str], object], loader: Callable[..., Any], id_lists: 
     batches._shutdown_workers()  # the error itself may keep them alive
     how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
     what = f"a process that loads batches ended ({how})" if ends else "/dev/shm is full (docker run --shm-size: more)"
-    again = has_delivered and bool(ends)
-    next_ = "new ones continue" if again else "this process loads the rest itself"
+    next_ = "new ones continue" if (again := has_delivered and bool(ends)) else "this process loads the rest itself"
     say(f"{what}: {next_}. Memory may be full: use fewer --dataloader_num_workers.")
     yield from deliver(say, loader, rest) if again else loader(sampler=rest, num_workers=0)
 
