@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, run_for, sampled
+from support import ROOT, run_for, sampled, takes_minutes
 
 from train.config import dump, parse, read_recipe
 from train.extras.readers.own_tokenizers import build_tokenizer
@@ -119,6 +119,7 @@ def test_the_plan_of_a_recipe_is_in_its_header(path: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_header_tells_what_is_needed_without_a_technique(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "recipes" / "qwen3_0.6b_131k_24gib.yaml"
     [offloaded] = re.findall(rf"needs gradient_checkpointing_offload \(without it {FIGURE}\)", header_of(path))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, sampled
+from support import ROOT, sampled, takes_minutes
 
 from scripts.benchmarks import step_orders
 from scripts.benchmarks.accuracy_cases import large_cases, title
@@ -161,7 +161,7 @@ def comparable_cases() -> list[Any]:
         took_liger = not case.num_labels and (case.values["loss"], case.values["mixed_precision"]) == ("auto", "bf16")
         if title(case) in measured and not took_liger:
             cases.append(pytest.param(case, marks=[] if title(case) == quick else SLOW))
-    return [*(case for case in cases if not case.marks), *sampled((case for case in cases if case.marks), 3)]
+    return [*(case for case in cases if not case.marks), *sampled((case for case in cases if case.marks), 6)]
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,7 @@ def test_any_machine_predicts_what_a_card_measured(case: Job, predictor: Predict
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_steps_on_a_card_take_about_as_long_as_estimated() -> None:
     narrow = {
         "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,

@@ -227,7 +227,7 @@ def test_packed_rows_need_no_padding_and_scaled_positions_are_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "total_gib", [*(pytest.param(gib, marks=pytest.mark.slow) for gib in sampled((4, 5, 8, 12, 80, 200), 3)), 24]
+    "total_gib", [*(pytest.param(gib, marks=pytest.mark.slow) for gib in sampled((4, 5, 8, 12, 80, 200), 6)), 24]
 )
 @pytest.mark.parametrize("length", [512, pytest.param(8192, marks=pytest.mark.slow), 65536])
 @pytest.mark.parametrize("launch_seconds", [0.05, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, 0.5))])

@@ -10,7 +10,7 @@ from support import EVERY_CASE
 
 from scripts.benchmarks import architectures, harness
 
-PARTS, EVERY = (8, 8) if EVERY_CASE else (1, 32)  # some of them otherwise
+PARTS, EVERY = (8, 8) if EVERY_CASE else (1, 64)  # some of them otherwise
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,7 @@ def test_a_piece_starts_without_them(name: str, without: dict[str, str], tmp_pat
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_rung_is_predicted_and_measured_without_them(without: dict[str, str]) -> None:
     """The ladder's two kinds of process: the planner's, and the one that makes a step."""
     program = """

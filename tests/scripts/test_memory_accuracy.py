@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import takes_minutes
 
 from scripts.benchmarks import accuracy_cases, attention_kernels, memory_accuracy
 from scripts.benchmarks.accuracy_cases import large_cases, small_cases, title
@@ -135,7 +136,8 @@ def test_a_later_call_measures_what_was_left_and_nothing_twice(compare: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "error_percent"), [("opt causal_lm 2×256 mixed_precision bf16", 1), ("size 32", 0.05)]
+    ("case", "error_percent"),
+    [pytest.param("opt causal_lm 2×256 mixed_precision bf16", 1, marks=takes_minutes), ("size 32", 0.05)],
 )
 def test_a_small_case_is_compared_for_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, error_percent: float

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from support import takes_minutes
 
 from scripts.benchmarks import communication, exchanges, scaling_tables
 from scripts.benchmarks.cluster import Cluster, seconds_of, step_time
@@ -51,7 +52,7 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
         exchanges.Case(fsdp2, 2, "full"),
         exchanges.Case(replace(fsdp2, reshard_after_forward=False), precision="bf16"),
     ]
-    shape, found = communication.launch(chosen, 2, timeout_seconds=120)
+    shape, found = communication.launch(chosen, 2)
     for case, measured in zip(chosen, found, strict=True):
         expected: dict[str, int] = {}
         for collective in collectives(shape, case.division, case.work):
@@ -72,6 +73,7 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_tables_of_the_page_are_those_of_the_script() -> None:
     page = scaling_tables.PAGE.read_text(encoding="utf-8")
     shapes = {model: scaling_tables.shape(model) for model in scaling_tables.MODELS}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import takes_minutes
 
 from scripts.benchmarks.study import main
 from scripts.benchmarks.study.cards_page import (
@@ -134,6 +135,7 @@ def test_what_cannot_be_asked_is_said(
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_recipe_is_predicted_and_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

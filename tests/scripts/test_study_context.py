@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from support import sampled, write_recipe
+from support import sampled, takes_minutes, write_recipe
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -254,6 +254,7 @@ def study_of(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_faults_of_positions_masks_packing_and_truncation_are_found(
     able: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

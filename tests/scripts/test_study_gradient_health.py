@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import printed_and_imported, write_recipe
+from support import printed_and_imported, takes_minutes, write_recipe
 
 from scripts.benchmarks import harness, study
 from scripts.benchmarks.study import gradient_health as health
@@ -154,6 +154,7 @@ def test_help_names_its_flags() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_real_study_names_what_ails_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--rehearse", "False"]
     words += ["--max_steps", "12", "--learning_rate", "3", "--every", "3"]

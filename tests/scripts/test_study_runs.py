@@ -370,6 +370,7 @@ def test_a_loss_that_is_to_be_reached_is_looked_for_during_the_run(tmp_path: Pat
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_a_study_that_is_asked_to_stop_stops_its_run(tmp_path: Path) -> None:
     words = command(tmp_path, "learning_rate", "--seeds", 1, "--max_steps", 100_000)
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:

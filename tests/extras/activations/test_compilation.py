@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import run_for
+from support import EVERY_CASE, run_for, takes_minutes
 from test_main import train as train_run
 from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def gradients(model: nn.Module, length: int, rows: list[list[int]] | None = None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [{}, MODES[1], MODES[2]], ids=["none", "every second", "selective"])
+@pytest.mark.parametrize("mode", [MODES[1], *[{}, MODES[2]] * EVERY_CASE])
 def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: dict[str, Any]) -> None:
     model_config = DROPOUT if mode == MODES[1] else LLAMA
     plain, compiled = built(model_config, **mode), built(model_config, **mode)
@@ -173,6 +173,7 @@ def test_model_without_repeated_layers_is_refused() -> None:
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_compiled_run_learns_the_same_and_goes_on_exactly(llama_recipe: Path, tmp_path: Path) -> None:
     """By inductor, in whole runs; a resumed one equals an uninterrupted one."""
     flags = ("--gradient_checkpointing", "full", "--lr_scheduler", "constant", "--measure_memory", "False")

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from faults.injections import at_step, die
 from faults.processes import KILLED, run, script
-from support import ROOT, final_files, run_for, sampled, write_recipe
+from support import ROOT, final_files, run_for, sampled, takes_minutes, write_recipe
 from torch import nn
 
 from train import extras
@@ -394,6 +394,7 @@ def test_a_run_that_resumes_with_more_trained_layers_is_measured_from_there(
 
 
 @pytest.mark.slow
+@takes_minutes
 def test_the_quickstart_is_not_accused(tmp_path: Path) -> None:
     flags = ["--config", "recipes/quickstart.yaml", "--max_steps", 24, "--max_length", 256, "--mixed_precision", "no"]
     flags += ["--gradient_health", "--output_dir", tmp_path / "run", "--rehearse", False, "--cpu_threads", 1]
