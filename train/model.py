@@ -66,8 +66,7 @@ def build_model(
 ) -> ModelWithLoss:
     """The model to train with its loss, changed by the extras, on the default device.
 
-    Without ``has_weights`` a pretrained model's configuration is enough. Raises UserError if the model cannot be found
-    or built, or where an extra finds that it does not fit tokenizer, length or task.
+    Without ``has_weights`` a pretrained model's configuration is enough. UserError if none is found, or none that fits.
     """
     network = build_network(run, task, tokenizer, label_names, has_weights)
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
