@@ -215,7 +215,14 @@ def test_rows_that_the_disk_takes_at_the_last_try_are_written_once(
 
     monkeypatch.setattr(Outputs, "write_rows", full_at_first)
     outputs.record(run, "train", 1, {"loss": 1.0})
-    counts = {"steps": 1, "tokens": 5, "training_seconds": 1.0, "tokens_per_second": 5.0}
+    counts = {
+        "steps": 1,
+        "nonfinite_steps": 0,
+        "rollbacks": 0,
+        "tokens": 5,
+        "training_seconds": 1.0,
+        "tokens_per_second": 5.0,
+    }
     outputs.finish({**counts, "result": {}, "seconds_to_first_step": None})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
