@@ -596,12 +596,18 @@ def test_launcher_and_recipe_that_disagree_are_both_named(recipe: Path, tmp_path
     assert "the training configuration says fp16, the launch configuration bf16" in done.stderr
 
 
-def test_accelerate_launch_runs_the_script(recipe: Path, tmp_path: Path, run_main: Run) -> None:
+def test_accelerate_launch_runs_the_script(
+    recipe: Path, tmp_path: Path, run_main: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
     launch = str(Path(sys.executable).with_name("accelerate"))
     prefix = (launch, "launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"))
     done = run_main("--config", recipe, "--output_dir", tmp_path / "run", "--max_steps", 1, prefix=prefix)
     assert done.returncode == EXIT_DONE, done.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    if sys.platform == "linux":  # torch's threads do not take a core from other processes while they wait
+        assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a shell of POSIX, and Linux's /dev/full")

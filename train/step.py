@@ -81,9 +81,8 @@ def optimizer_step(
     That holds for every micro-batch size, accumulation, padding and number of ranks, and for a short last step. A
     gradient that is not finite never reaches the weights, on any rank.
 
-    ``model`` is a prepared :class:`train.model.ModelWithLoss`; ``micro_batches`` are this rank's part of the global
-    batch, as many as on every other rank. The outcome says whether any rank has ``stop_requested``. Raises UserError
-    if the global batch has no target at all.
+    ``model``: a prepared :class:`train.model.ModelWithLoss`; ``micro_batches``: this rank's part of the batch, as many
+    as on every other rank. The outcome says if any rank has ``stop_requested``. UserError if the batch has no target.
     """
     accelerator, mark = engine.accelerator, engine.mark
     # How many targets the gradient is divided by is known before the first forward, on every rank.

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from support import Run, causal_data, run_for
 
 from train import extras
@@ -118,6 +120,51 @@ def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) 
     assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
     weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("True", "False")]
     assert weights[0] == weights[1]
+
+
+CENTRED = """
+import torch
+from torch import nn
+
+
+class Centred(nn.Module):
+    'Subtracts the mean of what it has seen: a new buffer each time, weighed by an attribute that counts.'
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.batches = nn.Embedding(300, 8), nn.Linear(8, 300), 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, input_ids):
+        hidden = self.embedding(input_ids)
+        if self.training:
+            self.batches += 1
+            self.mean = self.mean + (hidden.detach().mean((0, 1)) - self.mean) / self.batches
+        return self.head(hidden - self.mean)
+"""
+
+
+def test_rehearsal_leaves_what_a_model_counts_and_puts_in_place_of_a_buffer(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "centred.py").write_text(CENTRED)
+    monkeypatch.chdir(tmp_path)
+    for rehearse in (True, False):
+        flags = [
+            "--model",
+            "centred:Centred",
+            "--tokenizer",
+            "bytes",
+            "--rehearse",
+            rehearse,
+            "--output_dir",
+            tmp_path / str(rehearse),
+        ]
+        assert main(["--config", str(recipe), "--check_model", "False", *map(str, flags)]) == EXIT_DONE
+    assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
+    found, expected = (load_file(tmp_path / name / "final/model.safetensors")["mean"] for name in ("True", "False"))
+    assert expected.any() and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,36 @@ class Pairs(causal_lm.Task):
         raise NotImplementedError
 
 
+class Precise(nn.Module):
+    """A layer in fp64 and one of complex numbers, with what converts between them and fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+        self.precise, self.turn = nn.Linear(8, 8).double(), nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.precise(self.embedding(input_ids).double())
+        return self.head((hidden.to(torch.complex64) * self.turn).cumsum(1).real)
+
+
+def test_modules_of_several_types_are_tried_as_they_are() -> None:
+    model = Precise()
+    assert obstacle_to_batches(model, TASKS["causal"], Config(), (300, 0)) is None
+    assert checked(model, TASKS["causal"]) is None
+    with small_copy(model) as small:
+        assert [p.dtype for p in small.parameters()] == [p.dtype for p in model.parameters()]
+    with small_copy(model.bfloat16()) as small:
+        assert {p.dtype for p in small.parameters()} == {torch.float32, torch.complex64}
+
+
+def test_as_many_rows_of_logits_whatever_the_tokens_are_refused() -> None:
+    shape = {"d_model": 32, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 1, "vocab_size": 300}
+    model = transformers.PerceiverForMaskedLM(transformers.PerceiverConfig(**shape, max_position_embeddings=64))
+    found = checked(model, TASKS["masked"])
+    assert found == "its logits for (1, 12) tokens are (1, 64, 300). Give another model"
+
+
 def test_classes_of_each_token_and_inputs_of_a_tasks_own_are_no_obstacle() -> None:
     config = Config().changed(micro_batch_size=2)
     assert obstacle_to_batches(Mean(outputs=3, each=True), Tags, config, (300, 3)) is None

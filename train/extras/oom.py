@@ -84,10 +84,7 @@ def parse_oom(message: str) -> OutOfMemory | None:
 
 
 def squeezed(message: str) -> str:
-    """``message`` without colours, ranks such as ``[rank0]:`` before its lines, quotes and any white space.
-
-    Terminals and web pages break these long lines anywhere, also within a word or a number.
-    """
+    """``message`` without colours, ranks before lines, quotes and white space: terminals break its lines anywhere."""
     text = re.sub(r"\x1b\[[\d;]*m", "", message)
     return re.sub(r"[\s\"'`\\]+", "", re.sub(r"^\s*\[\w+\]:", "", text, flags=re.MULTILINE))
 

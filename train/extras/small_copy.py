@@ -61,10 +61,13 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
                 return None
             is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
             why = f"its tokens see those that follow{' (is_decoder: false in its configuration)' if is_encoder else ''}"
-            remedy = "use --task masked_lm, or a decoder, such as llama or gpt2, or a model with is_decoder: true"
+            instead = ", or a model with is_decoder: true" if is_encoder else ""
+            remedy = f"use --task masked_lm, or a decoder, such as llama or gpt2{instead}"
             return f"{why}, so {task.name} would learn to copy what it is to predict: {remedy}"
         row = tokens[0]
         if not task.labelled and (task.loss_sum, task.collate) == (Task.loss_sum, Task.collate):
+            if (found := tuple(logits_on_trial(small, tokens).shape))[:2] != tokens.shape:
+                return f"its logits for {tuple(tokens.shape)} tokens are {found}. Give another model"
             with suppress(Exception):  # not every model has a loss of its own
                 own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
                 if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
@@ -122,7 +125,9 @@ def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator
                     break
         else:
             _check_size(model)
-            small = boosted(copy.deepcopy(model).to("cpu", dtype))
+            small = copy.deepcopy(model).cpu()  # in which complex and fp64 tensors, if any, stay what they are
+            small._apply(lambda t: t.to(dtype) if t.is_floating_point() and t.itemsize < dtype.itemsize else t)
+            boosted(small)
         set_use_cache(small, False)  # as in a run
         yield small
 

@@ -257,10 +257,7 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:
-    """cuBLAS's workspaces, which it takes from the allocator once and keeps (``CublasHandlePool.cpp``).
-
-    One for each thread that multiplies: the one of the forward pass and autograd's.
-    """
+    """cuBLAS's workspaces, which it keeps: one for the forward pass and one for autograd (``CublasHandlePool.cpp``)."""
     return 2 * (32 * 2**20 if capability == (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024)
 
 

@@ -126,10 +126,7 @@ def _check(device: str) -> None:
 
 @contextlib.contextmanager
 def ranks(world_size: int, device_type: str, offloads: bool) -> Iterator[None]:
-    """Inside it, this process is rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would make it.
-
-    If it ``offloads``, its shards stay in host memory between their uses.
-    """
+    """Inside it, this is rank 0 of ``world_size`` under FSDP2; if it ``offloads``, its shards stay in host memory."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -283,6 +283,10 @@ def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimize
     with ExitStack() as afterwards:
         for buffer in model.buffers():
             afterwards.callback(buffer.detach().copy_, buffer.clone())
+        for module in model.modules():  # which may put another tensor in a buffer's place, and count
+            afterwards.callback(module._buffers.update, dict(module._buffers))
+            counted = {name: value for name, value in vars(module).items() if type(value) in (int, float, torch.Tensor)}
+            afterwards.callback(vars(module).update, counted)
         for group in optimizer.param_groups:
             afterwards.enter_context(patch.dict(group, lr=0.0))
         if (scaler := run.accelerator.scaler) is not None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from made_tokenizers import tokenizer_of
 from support import run_for
 from tokenizers import Tokenizer, models
@@ -33,6 +34,14 @@ def test_a_process_that_was_killed_while_it_tokenised_is_explained() -> None:
     words = "One of the subprocesses has abruptly died during map operation."  # by 🤗 Datasets
     found = Extra().failed(None, RuntimeError(f"{words} To debug the error, disable multiprocessing."))
     assert found is not None and "host's memory was full. Try --preprocessing_num_workers 1" in found
+
+
+def test_a_model_of_which_nothing_is_trained_is_explained() -> None:
+    with pytest.raises(ValueError) as caught:
+        torch.optim.AdamW([])
+    assert Extra().failed(None, caught.value) == (
+        "model: none of its parameters is trained. Leave some with requires_grad=True."
+    )
 
 
 @pytest.mark.parametrize(

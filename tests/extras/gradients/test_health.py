@@ -181,6 +181,17 @@ def test_large_tensors_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert gradient_of([weight], is_fp16=False) == whole
 
 
+def test_gradients_in_fp64_and_of_complex_weights_are_measured() -> None:
+    values = torch.tensor([[0.0, 3.0], [4.0, 0.5]])
+    found = []
+    for gradient in (values, values.double(), torch.view_as_complex(values), torch.view_as_complex(values.double())):
+        weight = nn.Parameter(torch.zeros_like(gradient))
+        weight.grad = gradient
+        found.append(gradient_of([weight], is_fp16=False))
+    assert all(row == pytest.approx(found[0], rel=1e-6) for row in found)
+    assert found[0][-2] == pytest.approx(25.25) and sum(found[0][:-2]) == 4
+
+
 # ---- problems in given figures ---------------------------------------------------------------------------------------
 
 

@@ -269,7 +269,7 @@ def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
     [
         ("text,label\na,b\nc\n", 3, "wrong number of fields: 1, the header has 2"),
         ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields: 3, the header has 2"),
-        ("text,label\na,\n", 2, "'label' must be text or a number, not ''"),
+        ("text,label\na,\n", 2, "'label' must be a number or non-empty text, not ''"),
     ],
 )
 def test_bad_csv_records(tmp_path: Path, content: str, where: int, reason: str) -> None:
@@ -350,10 +350,10 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
         ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a", "label": "\\ud800"}', "character 1 of 'label' is unreadable"),
         ('{"text": "a"}', "no column 'label'; the columns are text"),
-        ('{"text": "a", "label": null}', "'label' must be text or a number, not None"),
-        ('{"text": "a", "label": -Infinity}', "'label' must be text or a number, not -inf"),
-        ('{"text": "a", "label": NaN}', "'label' must be text or a number, not nan"),
-        ('{"text": "a", "label": [1]}', "'label' must be text or a number, not [1]"),
+        ('{"text": "a", "label": null}', "'label' must be a number or non-empty text, not None"),
+        ('{"text": "a", "label": -Infinity}', "'label' must be a number or non-empty text, not -inf"),
+        ('{"text": "a", "label": NaN}', "'label' must be a number or non-empty text, not nan"),
+        ('{"text": "a", "label": [1]}', "'label' must be a number or non-empty text, not [1]"),
     ],
 )
 def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
@@ -917,7 +917,7 @@ def test_files_of_a_test_split_without_labels_are_left_out(tmp_path: Path, rows:
     assert "no column 'label'" in corpus.notes[0]
     (tmp_path / "test.csv").write_text("text,label\ne,0\nf,\n")
     if not skip:
-        assert "test.csv:3: 'label' must be text or a number" in message(tmp_path, labelled=True)
+        assert "test.csv:3: 'label' must be a number or non-empty text" in message(tmp_path, labelled=True)
     (tmp_path / "test.csv").unlink()
     (tmp_path / "val.csv").write_text("text\n" + "e\n" * rows)
     assert "no column 'label'" in message(tmp_path, labelled=True, **skip)  # of others that is an error

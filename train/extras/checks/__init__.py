@@ -88,6 +88,8 @@ class Extra(extras.Extra):
         if "abruptly died during map" in str(error):  # as 🤗 Datasets says it
             why = "a process that tokenises was killed, most likely because the host's memory was full"
             return f"{why}. Try --preprocessing_num_workers 1, or shorter documents (--sample_by line)."
+        if "optimizer got an empty parameter list" in str(error):
+            return "model: none of its parameters is trained. Leave some with requires_grad=True."
         if run is not None and re.search("index out of range in self|device-side assert", str(error)):
             length = run.config.data.max_length
             hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "

@@ -171,10 +171,7 @@ class RankWatch:
             self._until(lambda store: store.check(DONE) if self._rank else store.set(DONE, "1"), STORE_SECONDS)
 
     def gather(self, name: str, text: str) -> list[str]:
-        """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
-
-        A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
-        """
+        """The ``text`` of every rank, for rank 0; a ``name`` is used once. Raises RankLeftError where one has ended."""
         self._until(lambda store: store.set(f"{name}/{self._rank}", text), POLL_SECONDS)
         if self._rank != 0:
             return []

@@ -87,7 +87,7 @@ class Health:
         run, seen = self._run, self._activations or {}
         own = [float(seen.get(name, -math.inf)) for name in self._weights]
         gradients, activations = zip(*exchange((self._gradients, own)), strict=True)  # by rank
-        sizes = [sum(p.numel() for p in weights) for weights in self._weights.values()]
+        sizes = [sum(p.numel() * (1 + p.is_complex()) for p in weights) for weights in self._weights.values()]
         figures = figures_of(np.sum(gradients, axis=0).tolist(), sizes, self._loss_scale)
         figures["activations"] = [rounded(value) for value in np.max(activations, axis=0).tolist()]
         row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
@@ -119,10 +119,13 @@ def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
     counts, squares, lost = torch.zeros(BINS, dtype=torch.int64, device=local(weights[0]).device), 0.0, 0
     for weight in weights:
         gradient = local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         for piece in gradient.flatten().split(PIECE):
             exponents = piece.float().view(torch.int32).bitwise_right_shift(23).bitwise_and_(BINS - 1)
             counts += torch.bincount(exponents, minlength=BINS)
-        squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).item() ** 2
+        squares += (
+            torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).item() ** 2
+        )
         if is_fp16 and gradient.ndim > 1:
             held = (gradient != 0).flatten(1)
             lost += int(held.any(1).sum() * held.any(0).sum() - held.sum())

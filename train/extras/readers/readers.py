@@ -137,7 +137,7 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         if isinstance(label, int | float) and label % 1 >= 0:  # which NaN and infinity fail
             label = str(label if label % 1 else int(label))
         if not isinstance(label, str) or not label.strip():
-            raise RecordError(f"{label_column!r} must be text or a number, not {label!r:.40}")
+            raise RecordError(f"{label_column!r} must be a number or non-empty text, not {label!r:.40}")
     if not text.strip():
         raise RecordError(EMPTY)
     return text, label
