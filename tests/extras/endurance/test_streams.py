@@ -34,6 +34,7 @@ def test_a_reader_of_both_streams_that_ends_does_not_end_the_run(recipe: Path, t
     assert run.wait(timeout=120) == 0 and (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
     words = ["--config", str(recipe), "--output_dir", str(tmp_path / "run"), "--num_epochs", "9999"]
     process, terminal = pty.fork()

@@ -102,6 +102,7 @@ def test_the_launch_file_alone_is_accepted() -> None:
     Extra().check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
     """In fp64, with AdamW and SGD, checkpointing, ragged lengths, and parts in which no target is left."""
