@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``checkpoints/step-NNNNNNNN`` of safetensors and JSON. It holds weights, optimizer, loss
 scaler and progress; the order of the data and all randomness are functions of the progress and the configuration, so
-it needs no generator's state. Every rank writes the blocks of tensors that it alone holds; ``index.json`` says where.
+it needs no generator's state. Every rank writes the blocks that it alone holds; ``index.json`` says where each is.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ from train.figures import show_error
 def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit status (see ``train.records``)."""
     # Read when torch is imported: no page of stack frames for each connection that breaks, and threads that sleep while
-    # they wait for others. Where another process computes, too, spinning threads make a step several times as long.
+    # they wait for each other: spinning, they would slow every step down wherever another process computes, too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

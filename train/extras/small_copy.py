@@ -66,11 +66,12 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
             return f"{why}, so {task.name} would learn to copy what it is to predict: {remedy}"
         row = tokens[0]
         if not task.labelled and (task.loss_sum, task.collate) == (Task.loss_sum, Task.collate):
-            if (found := tuple(logits_on_trial(small, tokens).shape))[:2] != tokens.shape:
-                return f"its logits for {tuple(tokens.shape)} tokens are {found}. Give another model"
+            logits = logits_on_trial(small, tokens)
+            if logits.shape[:2] != tokens.shape:
+                return f"its logits for {tuple(tokens.shape)} tokens are {tuple(logits.shape)}. Give another model"
             with suppress(Exception):  # not every model has a loss of its own
                 own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
-                if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
+                if differ(own, cross_entropy(logits, row.flip(0), reduction="mean")):
                     return f"its own loss is not that of {task.name}. Give another model"
         short, own_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None)
         inputs = pad([row, short], pad_id if own_id is None else own_id)

@@ -283,7 +283,7 @@ def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimize
     with ExitStack() as afterwards:
         for buffer in model.buffers():
             afterwards.callback(buffer.detach().copy_, buffer.clone())
-        for module in model.modules():  # which may put another tensor in a buffer's place, and count
+        for module in model.modules():  # which may put another tensor in a buffer's place, and count batches
             afterwards.callback(module._buffers.update, dict(module._buffers))
             counted = {name: value for name, value in vars(module).items() if type(value) in (int, float, torch.Tensor)}
             afterwards.callback(vars(module).update, counted)

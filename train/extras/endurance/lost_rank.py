@@ -171,7 +171,7 @@ class RankWatch:
             self._until(lambda store: store.check(DONE) if self._rank else store.set(DONE, "1"), STORE_SECONDS)
 
     def gather(self, name: str, text: str) -> list[str]:
-        """The ``text`` of every rank, for rank 0; a ``name`` is used once. Raises RankLeftError where one has ended."""
+        """The ``text`` of every rank, for which rank 0 waits; a ``name`` is used once. RankLeftError if one ended."""
         self._until(lambda store: store.set(f"{name}/{self._rank}", text), POLL_SECONDS)
         if self._rank != 0:
             return []

@@ -123,9 +123,8 @@ def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
         for piece in gradient.flatten().split(PIECE):
             exponents = piece.float().view(torch.int32).bitwise_right_shift(23).bitwise_and_(BINS - 1)
             counts += torch.bincount(exponents, minlength=BINS)
-        squares += (
-            torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).item() ** 2
-        )
+        wide = torch.promote_types(gradient.dtype, torch.float32)  # fp64 stays, for no norm may narrow it
+        squares += torch.linalg.vector_norm(gradient, dtype=wide).item() ** 2
         if is_fp16 and gradient.ndim > 1:
             held = (gradient != 0).flatten(1)
             lost += int(held.any(1).sum() * held.any(0).sum() - held.sum())

@@ -173,7 +173,10 @@ class Ulysses(DeepSpeed):
 
 
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:
-    """What ``rank`` of ``size`` computes: (B, S) becomes (num_rows, ⌈S / size⌉); rows that are missing are padding."""
+    """What rank ``rank`` of ``size`` that share ``batch`` computes: (B, S) becomes (num_rows, ⌈S / size⌉).
+
+    DeepSpeed's exchange has a fixed number of rows; missing ones are padding.
+    """
     share = -(-batch.labels.shape[1] // size)
     part = at_positions(batch, torch.arange(rank * share, (rank + 1) * share), share * size, num_rows)
     part.inputs["position_ids"] = part.inputs["position_ids"].repeat(num_rows, 1)
