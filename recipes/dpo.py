@@ -8,6 +8,7 @@ without one it is a second copy of the model.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,14 +35,18 @@ chat: Any = sys.modules[load_task(f"{Path(__file__).with_name('chat.py')}:Task")
 # beta: what it costs to move away from the reference; its default is that of TRL. The other options are those of chat.
 KINDS = {"path": str, "split": str, "validation_split": (str, type(None)), "beta": (float, int)}
 BETA = 0.1
+TURNS = {"Human": "user", "Assistant": "assistant"}
+ASKED = ("instruction", "question", "input")  # columns that some data sets have instead of prompt
+TURN = re.compile(r"\n\n(Human|Assistant):")  # in the texts of Anthropic's hh-rlhf
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
     """Pairs as JSON, in the column ``text``.
 
     A row has ``chosen`` and ``rejected``: two answers to its ``prompt``, each a text or messages; or two conversations
-    with the same beginning, after which all is the answer. ``tools`` and a text ``system`` may come along. Raises
-    UserError for other rows; UsageError for unknown options, or a task of single texts.
+    with the same beginning, after which all is the answer. ``instruction``, ``question`` or ``input`` may stand for the
+    prompt, and a text that begins with a blank line and ``Human:`` is a conversation. ``tools`` and a text ``system``
+    may come along. Raises UserError for other rows; UsageError for unknown options, or a task of single texts.
     """
     if "rejected" not in load_task(config.data.task).example_columns:
         raise UsageError("task: recipes/dpo.py:documents gives pairs of answers: give --task recipes/dpo.py:Task.")
@@ -62,11 +67,13 @@ def pair_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     columns = f"the columns are {', '.join(row)}"
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: chosen and rejected are needed; {columns}.")
-    prompt, chosen, rejected = (_messages(row.get(name), name, where) for name in ("prompt", "chosen", "rejected"))
+    asked = [row[name] for name in ASKED if isinstance(row.get(name), str)]
+    given = {"prompt": "\n\n".join(filter(None, asked)), **row} if asked else row
+    prompt, chosen, rejected = (_messages(given.get(name), name, where) for name in ("prompt", "chosen", "rejected"))
     if chosen and rejected and "assistant" not in (chosen[0]["role"], rejected[0]["role"]):  # whole conversations
         prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    elif "prompt" not in row:
+    elif "prompt" not in given:
         raise UserError(f"{where}: two answers without a prompt; {columns}. Name the question's column prompt.")
     is_pair = prompt and chosen != rejected and _answers(chosen) and _answers(rejected)
     others = {name: value for name, value in row.items() if name in ("system", "tools", "chat_template_kwargs")}
@@ -75,7 +82,11 @@ def pair_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
-    if found is None or isinstance(found, str):
+    if isinstance(found, str) and TURN.match(found):
+        said = TURN.split(found)[1:]  # a role and its text in turn; a prompt ends with a role that has yet to answer
+        turns = zip(said[::2], said[1::2], strict=True)
+        found = [{"role": TURNS[role], "content": text.strip()} for role, text in turns if text.strip()]
+    elif found is None or isinstance(found, str):
         found = [{"role": "user" if name == "prompt" else "assistant", "content": found}] if found else []
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         raise UserError(f"{where}: its {name} is neither a text nor a list of messages.")

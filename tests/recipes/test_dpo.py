@@ -65,11 +65,27 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
         {"prompt": [ASK], "chosen": [say("2")], "rejected": [say("3")]},
         {"chosen": [ASK, say("2")], "rejected": [ASK, say("3")], "score_chosen": 9},
         {"prompt": "two?", "chosen": [ASK, say("2")], "rejected": [{"from": "human", "value": "two?"}, say("3")]},
+        {"chosen": "\n\nHuman: two?\n\nAssistant: 2", "rejected": "\n\nHuman: two?\n\nAssistant: 3"},
+        {"prompt": "\n\nHuman: two?\n\nAssistant:", "chosen": "2", "rejected": "3"},
+        {"question": "two?", "chosen": "2", "rejected": "3"},
+        {"instruction": "", "input": "two?", "chosen": "2", "rejected": "3"},
     ],
 )
 def test_pairs_are_read_in_the_forms_that_data_sets_have(recipe: ModuleType, row: dict[str, Any]) -> None:
     found = {name: value for name, value in recipe.pair_of(row, "row 1").items() if value}
     assert found == {"messages": [ASK], "chosen": [say("2")], "rejected": [say("3")]}
+
+
+def test_a_text_in_which_two_people_talk_differs_in_what_is_said_last(recipe: ModuleType) -> None:
+    """As in Anthropic's hh-rlhf; an instruction and its input stand one below the other."""
+    begin = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: two?\n\nor more\n\nAssistant:"
+    found = recipe.pair_of({"chosen": f"{begin} 2", "rejected": f"{begin} 3\n\nHuman: no\n\nAssistant: 2"}, "row 1")
+    asked = [{"role": "user", "content": "hi"}, say("hello"), {"role": "user", "content": "two?\n\nor more"}]
+    assert found["messages"] == asked and found["chosen"] == [say("2")]
+    assert found["rejected"] == [say("3"), {"role": "user", "content": "no"}, say("2")]
+    assert recipe.pair_of({"chosen": f"{begin} 2", "rejected": begin}, "row 1")["messages"] == []
+    found = recipe.pair_of({"instruction": "add", "input": "1, 1", "chosen": "2", "rejected": "3"}, "row 1")
+    assert found["messages"] == [{"role": "user", "content": "add\n\n1, 1"}]
 
 
 def test_tools_and_a_system_text_come_along(recipe: ModuleType, tokenizer: Any) -> None:
@@ -256,14 +272,18 @@ def test_a_run_learns_what_is_preferred_as_predicted_and_resumes_exactly(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("kind", "adapter"), sampled([(k, a) for a in (("--adapter", "lora"), ()) for k in ("fsdp2", "ddp")], 4)
+    ("kind", "adapter"),
+    [*sampled([(k, a) for a in (("--adapter", "lora"), ()) for k in ("fsdp2", "ddp")], 4), ("deepspeed_zero2", ())],
 )
 def test_two_ranks_learn_what_one_does(
     flags: list[str], kind: str, adapter: tuple[str, ...], tmp_path: Path, run_main: Run
 ) -> None:
     """Also where shards stay gathered after the forward, in which the adapter was off."""
+    if kind.startswith("deepspeed"):
+        pytest.importorskip("deepspeed", exc_type=ImportError)
     assert main([*flags, *adapter, "--output_dir", str(tmp_path / "one")]) == EXIT_DONE
     file = Path(ROOT, "accelerate_configs", f"{kind}.yaml").read_text()
+    file = file.replace("mixed_precision: bf16", "mixed_precision: 'no'")  # as on one process
     (tmp_path / "launch.yaml").write_text(file.replace("reshard_after_forward: true", "reshard_after_forward: false"))
     launch = ("accelerate", "launch", "--config_file", str(tmp_path / "launch.yaml"), "--num_processes", "2")
     both = *flags, *adapter, "--micro_batch_size", 2, "--output_dir", tmp_path / "two"
@@ -318,10 +338,8 @@ def test_a_row_without_answers_and_a_template_that_rewrites_prompts_are_named(
 ) -> None:
     with pytest.raises(UserError, match=re.escape("row 3: chosen and rejected are needed; the columns are question.")):
         recipe.pair_of({"question": "two?"}, "row 3")
-    with pytest.raises(
-        UserError, match="row 3: two answers without a prompt; the columns are question, chosen, reject"
-    ):
-        recipe.pair_of({"question": "two?", "chosen": "2", "rejected": "3"}, "row 3")
+    with pytest.raises(UserError, match="row 3: two answers without a prompt; the columns are query, chosen, reject"):
+        recipe.pair_of({"query": "two?", "chosen": "2", "rejected": "3"}, "row 3")
     with pytest.raises(UserError, match="row 3: its chosen is neither a text nor a list of messages"):
         recipe.pair_of({"prompt": "two?", "chosen": 2, "rejected": "3"}, "row 3")
     with pytest.raises(UserError, match="a text without chosen and rejected: give --dataset recipes/dpo"):
