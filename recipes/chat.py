@@ -41,9 +41,12 @@ KNOWN = ("system", "developer", "user", "assistant", "tool")
 class Options:
     """``dataset_options``."""
 
-    path: str  # a .jsonl, .json or .parquet file, a folder of such files, or a name on the Hub
+    path: str  # a .jsonl, .json or .parquet file, a folder of them or of save_to_disk, or a name on the Hub
+    config: str | None = None  # of a folder or name with several
     split: str = "train"  # of a file, too: train[:90%]
-    validation_split: str | None = None  # None: --validation_fraction is held out
+    validation_split: str | None = None  # None: the one of that name; without one, --validation_fraction is held out
+    prompt: str = "prompt"  # its column
+    completion: str = "completion"
 
 
 def documents(config: Config) -> dict[str, datasets.Dataset]:
@@ -62,35 +65,64 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     if "path" not in given or not all(name in known and isinstance(value, str) for name, value in given.items()):
         raise UsageError(f"dataset_options: recipes/chat.py takes {', '.join(known)}; path is needed.")
     options = Options(**given)
-    wanted = {"train": options.split, "validation": options.validation_split}
-    return {name: load(options.path, split, conversation_of) for name, split in wanted.items() if split}
+    named = {"prompt": options.prompt, "completion": options.completion}
+
+    def read(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return conversation_of({**row, **{name: row[own] for name, own in named.items() if own in row}}, where)
+
+    return load(options.path, read, options.split, options.validation_split, options.config)
 
 
-def load(path: str, split: str, read: Callable[[Mapping[str, Any], str], dict[str, Any]]) -> datasets.Dataset:
-    """Rows of a split as JSON in the column ``text``, as ``read(row, where)`` gives them; empty without messages."""
-    file = Path(path).expanduser()
+def load(
+    path: str,
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    split: str,
+    validation_split: str | None = None,
+    config: str | None = None,
+) -> dict[str, datasets.Dataset]:
+    """Rows of splits as JSON in the column ``text``, as ``read(row, where)`` gives them; empty without messages."""
+
+    def texts(found: datasets.Dataset) -> datasets.Dataset:
+        has_structs = "Json(" not in str(found.features)  # in which a row has every key of any row, most of them None
+
+        def as_text(row: Any, number: int) -> dict[str, str]:
+            conversation = read(given_only(row) if has_structs else row, f"{path}, row {number + 1}")
+            return {"text": json.dumps(conversation, ensure_ascii=False) if conversation["messages"] else ""}
+
+        return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
+
     try:
-        if file.is_file():  # all of it is its split train
-            options: Any = {"data_files": {"train": str(file)}, "cache_dir": cache_for(file)}
-            found: Any = datasets.load_dataset(KINDS[file.suffix.lower()], **options, split=split)
-        elif file.is_dir():
-            found = datasets.load_dataset(str(file), cache_dir=cache_for(file), split=split)
-        elif file.suffix.lower() in KINDS or file.is_absolute():
-            raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
-        else:
-            found = datasets.load_dataset(path, split=split)
+        source = source_of(Path(path).expanduser(), config)
+        tables: Any = datasets.load_dataset(**source)
+        wanted = {"train": split}
+        if validation_split or "validation" in tables:
+            wanted["validation"] = validation_split or "validation"
+        found: Any = {name: datasets.load_dataset(**source, split=which) for name, which in wanted.items()}
+        return {name: texts(table) for name, table in found.items()}
+    except UserError:
+        raise
     except Exception as error:  # of many libraries
         why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
-        give = "Give a .jsonl, .json or .parquet file, a folder of them, or a name on the Hub"
-        raise UserError(f"dataset_options: {split} of {path!r} cannot be read ({why}). {give}.") from None
+        several = " Its config is one of dataset_options." if "Config name is missing" in why else ""
+        give = "Give a UTF-8 .jsonl, .json or .parquet file, a folder of them, or a name on the Hub"
+        raise UserError(f"dataset_options: {path!r} cannot be read ({why}). {give}.{several}") from None
 
-    has_structs = "Json(" not in str(found.features)  # in which a row has every key of any row, most of them None
 
-    def as_text(row: Any, number: int) -> dict[str, str]:
-        conversation = read(given_only(row) if has_structs else row, f"{path}, row {number + 1}")
-        return {"text": json.dumps(conversation, ensure_ascii=False) if conversation["messages"] else ""}
-
-    return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading conversations")
+def source_of(path: Path, config: str | None) -> dict[str, Any]:
+    """What 🤗 Datasets loads: the splits of a folder that save_to_disk wrote, other files or folders, or a Hub name."""
+    if path.is_file():  # all of it is its split train
+        own = {"data_files": {"train": str(path)}, "cache_dir": cache_for(path)}
+        return {"path": KINDS[path.suffix.lower()], **own}
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        splits = saved if isinstance(saved, dict) else {"train": saved}
+        files = {name: [file["filename"] for file in split.cache_files] for name, split in splits.items()}
+        return {"path": "arrow", "data_files": files, "cache_dir": cache_for(path)}
+    if path.is_dir():
+        return {"path": str(path), "name": config, "cache_dir": cache_for(path)}
+    if path.suffix.lower() in KINDS or path.is_absolute():
+        raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
+    return {"path": path.as_posix(), "name": config}
 
 
 def given_only(value: Any) -> Any:
@@ -129,9 +161,12 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         found = [*earlier, *found] if (found := _pair(question, row["output"])) else []
     if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
         what = "no messages, conversations, prompt and completion, or instruction and output"
-        raise UserError(f"{where}: {what}; the columns are {', '.join(row)}.")
+        name = "Name a question's and its answer's columns as prompt and completion of --dataset_options"
+        raise UserError(f"{where}: {what}; the columns are {', '.join(row)}. {name}.")
     messages = [message_of(message, where) for message in found]
-    if isinstance(row.get("system"), str) and row["system"].strip():
+    if not isinstance(row.get("system") or "", str):
+        raise UserError(f"{where}: its system is not text but {type(row['system']).__name__}.")
+    if (row.get("system") or "").strip():
         if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
             raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
         is_there = bool(messages) and messages[0]["role"] == "system"

@@ -33,7 +33,8 @@ from train.tasks import Scores, Tokenizer, cross_entropy_scores, load_task, pad
 # Loaded as a task's file, because 🤗 Datasets caches by the name of a module, and that of a task has a digest in it.
 chat: Any = sys.modules[load_task(f"{Path(__file__).with_name('chat.py')}:Task").__module__]
 # beta: what it costs to move away from the reference; its default is that of TRL. The other options are those of chat.
-KINDS = {"path": str, "split": str, "validation_split": (str, type(None)), "beta": (float, int)}
+OPTIONAL = (str, type(None))
+KINDS = {"path": str, "config": OPTIONAL, "split": str, "validation_split": OPTIONAL, "beta": (float, int)}
 BETA = 0.1
 TURNS = {"Human": "user", "Assistant": "assistant"}
 ASKED = ("instruction", "question", "input")  # columns that some data sets have instead of prompt
@@ -50,13 +51,12 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     """
     if "rejected" not in load_task(config.data.task).example_columns:
         raise UsageError("task: recipes/dpo.py:documents gives pairs of answers: give --task recipes/dpo.py:Task.")
-    options: dict[str, Any] = {"split": "train", "validation_split": None, "beta": BETA}
+    options: dict[str, Any] = {"split": "train", "validation_split": None, "config": None, "beta": BETA}
     options |= config.data.dataset_options or {}
     are_known = all(isinstance(options.get(name), KINDS.get(name, ())) for name in {*options, "path"})
     if not are_known or options["beta"] <= 0:
         raise UsageError(f"dataset_options: recipes/dpo.py takes {', '.join(KINDS)}; path is needed, and beta > 0.")
-    wanted = {"train": options["split"], "validation": options["validation_split"]}
-    return {name: chat.load(options["path"], split, pair_of) for name, split in wanted.items() if split}
+    return chat.load(options["path"], pair_of, *(options[name] for name in ("split", "validation_split", "config")))
 
 
 def pair_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -163,7 +163,8 @@ class Task(chat.Task):
         network, beta = model.model, (self.data.dataset_options or {}).get("beta", BETA)
         if is_chunked := obstacle_to_chunks(network) is None:
             head_of(network).__class__ = LossHead
-        adapters = [module for module in network.modules() if hasattr(module, "base_layer")]  # peft's
+        is_added = self.config.get("adapter", "none") != "none"  # else a function's adapters belong to the reference
+        adapters = [module for module in network.modules() if is_added and hasattr(module, "base_layer")]  # peft's
         if not adapters:
             model.reference = reference = copy.deepcopy(network).requires_grad_(False).eval()
             reference.train = lambda mode=True: reference  # no dropout in it, also where the model trains

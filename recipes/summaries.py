@@ -36,11 +36,12 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 class Options:
     """``dataset_options``; ``max_summary_length`` is read by the task."""
 
-    path: str  # a .jsonl, .json, .csv or .parquet file, a folder of such files, or a name on the Hub
+    path: str  # a .jsonl, .json, .csv or .parquet file, a folder of them or of save_to_disk, or a name on the Hub
+    config: str | None = None  # of a folder or name with several
     document: str = "document"  # its column
     summary: str = "summary"
     split: str = "train"  # of a file, too: train[:90%]
-    validation_split: str | None = None  # None: --validation_fraction is held out
+    validation_split: str | None = None  # None: the one of that name; without one, --validation_fraction is held out
     max_summary_length: int = 512  # in tokens; at most half of --max_length
 
 
@@ -64,36 +65,53 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
         what = f"task: {config.data.task} would train on the JSON that recipes/summaries.py:documents gives"
         raise UsageError(f"{what}: give --task recipes/summaries.py:Task, or one of your own that reads it.")
     options = options_of(config)
-    wanted = {"train": options.split, "validation": options.validation_split}
-    return {name: _load(options, split) for name, split in wanted.items() if split}
-
-
-def _load(options: Options, split: str) -> datasets.Dataset:
-    path, columns = Path(options.path).expanduser(), {"document": options.document, "summary": options.summary}
+    columns = {"document": options.document, "summary": options.summary}
     try:
-        if path.is_file():
-            own = {"data_files": {"train": str(path)}, **as_texts([path]), "cache_dir": cache_for(path)}
-            found: Any = datasets.load_dataset(KINDS[path.suffix.lower()], **own, split=split)  # type: ignore
-        elif path.is_dir():
-            own = as_texts([file for file in path.rglob("*") if file.suffix.lower() in KINDS])
-            found = datasets.load_dataset(str(path), **own, cache_dir=cache_for(path), split=split)  # type: ignore
-        elif path.suffix.lower() in KINDS or path.is_absolute():
-            raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
-        else:
-            found = datasets.load_dataset(options.path, split=split)
+        source = source_of(Path(options.path).expanduser(), options.config)
+        tables: Any = datasets.load_dataset(**source)
+        wanted = {"train": options.split}
+        if options.validation_split or "validation" in tables:
+            wanted["validation"] = options.validation_split or "validation"
+        found: Any = {name: datasets.load_dataset(**source, split=which) for name, which in wanted.items()}
+        return {name: as_json(table, columns, options.path) for name, table in found.items()}
+    except UserError:
+        raise
     except Exception as error:  # of many libraries
         why = f"{type(error).__name__}: {one_line(error.__cause__ or error, 300)}"
-        give = "Give a .jsonl, .json, .csv or .parquet file, a folder of them, or a name on the Hub"
-        raise UserError(f"dataset_options: {split} of {options.path!r} cannot be read ({why}). {give}.") from None
+        several = " Its config is one of dataset_options." if "Config name is missing" in why else ""
+        give = "Give a UTF-8 .jsonl, .json, .csv or .parquet file, a folder of them, or a name on the Hub"
+        raise UserError(f"dataset_options: {options.path!r} cannot be read ({why}). {give}.{several}") from None
+
+
+def source_of(path: Path, config: str | None) -> dict[str, Any]:
+    """What 🤗 Datasets loads: the splits of a folder that save_to_disk wrote, other files or folders, or a Hub name."""
+    if path.is_file():  # all of it is its split train
+        own = {"data_files": {"train": str(path)}, "cache_dir": cache_for(path), **as_texts([path])}
+        return {"path": KINDS[path.suffix.lower()], **own}
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        splits = saved if isinstance(saved, dict) else {"train": saved}
+        files = {name: [file["filename"] for file in split.cache_files] for name, split in splits.items()}
+        return {"path": "arrow", "data_files": files, "cache_dir": cache_for(path)}
+    if path.is_dir():
+        own = as_texts([file for file in path.rglob("*") if file.suffix.lower() in KINDS])
+        return {"path": str(path), "name": config, "cache_dir": cache_for(path), **own}
+    if path.suffix.lower() in KINDS or path.is_absolute():
+        raise FileNotFoundError("no such file or folder")  # and the Hub is not asked for it
+    return {"path": path.as_posix(), "name": config}
+
+
+def as_json(found: datasets.Dataset, columns: dict[str, str], path: str) -> datasets.Dataset:
+    """Both ``columns`` of each row as JSON, in the column ``text``."""
     if missing := [column for column in columns.values() if column not in found.column_names]:
         names = ", ".join(found.column_names)
-        raise UserError(f"{options.path}: no column {missing[0]!r}; the columns are {names}.")
+        raise UserError(f"{path}: no column {missing[0]!r}; the columns are {names}.")
 
     def as_text(row: Any, number: int) -> dict[str, str]:
         found = {name: row[column] or "" for name, column in columns.items()}
         if other := next((name for name in columns if not isinstance(found[name], str)), None):
             kind = type(found[other]).__name__
-            raise UserError(f"{options.path}, row {number + 1}: {columns[other]!r} holds {kind}; it has to be text.")
+            raise UserError(f"{path}, row {number + 1}: {columns[other]!r} holds {kind}; it has to be text.")
         return {"text": json.dumps(found, ensure_ascii=False) if all(map(str.strip, found.values())) else ""}
 
     return found.map(as_text, with_indices=True, remove_columns=found.column_names, desc="Reading summaries")

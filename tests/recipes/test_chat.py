@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -197,8 +198,90 @@ def test_a_file_has_splits_too(load_recipe: Callable[[str], ModuleType], tmp_pat
     path = str(written(tmp_path / "rows.jsonl", *rows))
     found = documents(recipe, path=path, split="train[:80%]", validation_split="train[80%:]")
     assert {split: len(rows) for split, rows in found.items()} == {"train": 8, "validation": 2}
-    with pytest.raises(UserError, match=r'validation of .* cannot be read .*Unknown split "validation"'):
+    with pytest.raises(UserError, match=r'rows.jsonl. cannot be read .*Unknown split "validation"'):
         documents(recipe, path=path, validation_split="validation")
+
+
+def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Rows that both recipes read."""
+    numbers = range(first, first + count)
+    return [{"prompt": f"{n}?", "completion": f"{n}", "document": f"{n}", "summary": f"{n}"} for n in numbers]
+
+
+def numbers_in(split: datasets.Dataset) -> list[int]:
+    return [int(re.findall(r"\d+", text)[0]) for text in split["text"]]
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_a_folder_that_save_to_disk_wrote(load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str) -> None:
+    """Its splits by their names, without what 🤗 Datasets has cached next to them; nothing is written into it."""
+    recipe, folder = load_recipe(name), str(tmp_path / "saved")
+    splits = {"train": rows_of(6), "validation": rows_of(2, 10), "train_gen": rows_of(4, 20)}
+    saved: Any = {key: datasets.Dataset.from_list(rows) for key, rows in splits.items()}
+    datasets.DatasetDict(saved).save_to_disk(folder)
+    datasets.load_from_disk(folder).map(lambda row: {**row, "more": 1})
+    before = sorted(Path(folder).rglob("*"))
+    assert any("cache-" in file.name for file in before)
+    found = documents(recipe, path=folder)
+    assert {key: numbers_in(rows) for key, rows in found.items()} == {"train": [*range(6)], "validation": [10, 11]}
+    found = documents(recipe, path=folder, split="train_gen", validation_split="train[:50%]")
+    assert {key: numbers_in(rows) for key, rows in found.items()} == {
+        "train": [20, 21, 22, 23],
+        "validation": [0, 1, 2],
+    }
+    assert sorted(Path(folder).rglob("*")) == before
+    datasets.Dataset.from_list(rows_of(3)).save_to_disk(str(tmp_path / "one"))
+    assert {key: numbers_in(rows) for key, rows in documents(recipe, path=str(tmp_path / "one")).items()} == {
+        "train": [0, 1, 2]
+    }
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_a_folder_with_several_configurations_is_read_by_the_name_of_one(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str
+) -> None:
+    """As on the Hub; its validation split is taken, without which some of train is held out."""
+    recipe, lines = load_recipe(name), ["---", "configs:"]
+    for number, config in enumerate(("main", "other")):
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split, first in (("train", 0), ("validation", 5)):
+            (tmp_path / config).mkdir(exist_ok=True)
+            written(tmp_path / config / f"{split}.jsonl", *rows_of(2, 100 * number + first))
+            lines += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    found = documents(recipe, path=str(tmp_path), config="other")
+    assert {key: numbers_in(rows) for key, rows in found.items()} == {"train": [100, 101], "validation": [105, 106]}
+    with pytest.raises(UserError, match=r"Config name is missing.*main.*other.*Its config is one of dataset_options"):
+        documents(recipe, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["chat", "summaries"])
+def test_a_file_in_another_encoding_is_one_message(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path, name: str
+) -> None:
+    text = (
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_of(3))
+        .replace("2?", "é")
+        .replace('"2"', '"é"')
+    )
+    (tmp_path / "latin.jsonl").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.jsonl' cannot be read .*Give a UTF-8 \.jsonl"):
+        documents(load_recipe(name), path=str(tmp_path / "latin.jsonl"))
+
+
+def test_columns_of_other_names_and_a_system_text_that_looks_like_a_date(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    recipe, path = load_recipe("chat"), str(written(tmp_path / "rows.jsonl", {"question": "two?", "answer": "2"}))
+    [text] = documents(recipe, path=path, prompt="question", completion="answer")["train"]["text"]
+    assert json.loads(text)["messages"] == [ASKED, ANSWER]
+    with pytest.raises(
+        UserError, match=r"the columns are question, answer\. Name .* as prompt and completion of --data"
+    ):
+        documents(recipe, path=path)
+    dated = written(tmp_path / "dated.jsonl", {"prompt": "two?", "completion": "2", "system": "2024-01-02"})
+    with pytest.raises(UserError, match="row 1: its system is not text but datetime"):
+        documents(recipe, path=str(dated))
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])
@@ -230,7 +313,7 @@ def test_what_cannot_be_read_and_options_that_are_not_there(
     (tmp_path / "damaged.jsonl").write_text("{")
     for path in ("damaged.jsonl", "no_such_folder/chats.jsonl", "chats.tsv"):
         (tmp_path / "chats.tsv").write_text("messages")
-        with pytest.raises(UserError, match=rf"dataset_options: train of '.*{path}' cannot be read \(.*Give a \.jsonl"):
+        with pytest.raises(UserError, match=rf"dataset_options: '.*{path}' cannot be read \(.*Give a UTF-8 \.js"):
             documents(recipe, path=str(tmp_path / path))
 
 
@@ -243,7 +326,7 @@ def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(
         raise AssertionError(f"the Hub was asked for {names}")
 
     monkeypatch.setattr("datasets.load_dataset", asked)
-    with pytest.raises(UserError, match=rf"train of '{path}' cannot be read \(FileNotFoundError: no such file or fol"):
+    with pytest.raises(UserError, match=rf"options: '{path}' cannot be read \(FileNotFoundError: no such file or fol"):
         documents(load_recipe(name), path=path)
 
 

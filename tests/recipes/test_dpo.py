@@ -160,7 +160,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(
     if adapter:
         peft = pytest.importorskip("peft")
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"]), network)
-    task, model = task_of(recipe, dataset_options={"path": "-", "beta": 0.3}), ModelWithLoss(network)
+    its = {"dataset_options": {"path": "-", "beta": 0.3}, "adapter": "lora" if adapter else "none"}
+    task, model = task_of(recipe, **its), ModelWithLoss(network)
     task.change_loss(model)
     assert (type(network.lm_head).__name__ == "LossHead") is is_chunked
     assert hasattr(model, "reference") is not adapter
@@ -208,7 +209,7 @@ def test_the_reference_has_no_dropout(
     if adapter:
         peft = pytest.importorskip("peft")
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["c_proj"], fan_in_fan_out=True), network)
-    task, model = task_of(recipe), ModelWithLoss(network)
+    task, model = task_of(recipe, adapter="lora" if adapter else "none"), ModelWithLoss(network)
     task.change_loss(model)
     [example] = task.cut(pair("two?", "2, or so", "three"), [], None, tokenizer)
     batch, seen = task.collate([{**example, "id": 0}], (0,), 1), []
@@ -218,6 +219,21 @@ def test_the_reference_has_no_dropout(
     for _ in range(2):
         model(batch.inputs, batch.labels)
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3]) and network.training
+
+
+def test_the_adapters_of_a_model_that_a_function_gives_belong_to_the_reference(recipe: ModuleType) -> None:
+    """They were trained before: without them the reference would be another model than the one that training begins."""
+    peft = pytest.importorskip("peft")
+    config = transformers.AutoConfig.for_model("llama", **SIZES, vocab_size=300)
+    network: Any = transformers.AutoModelForCausalLM.from_config(config)
+    made = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(made, network)
+    task, model = task_of(recipe), ModelWithLoss(network)
+    task.change_loss(model)
+    ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    shared = {"targets": ids, "rejected_targets": ids}
+    batch = {"input_ids": ids, "rejected_ids": ids.flip(1), **shared}
+    assert model(batch, torch.ones(2)).item() == pytest.approx(2 * math.log(2), rel=1e-6)  # nothing gained yet
 
 
 @pytest.fixture
@@ -320,7 +336,7 @@ def test_a_plan_is_of_two_answers_as_long_as_they_may_be(
         (["--packing", "True"], EXIT_USAGE, "packing: the two answers of a pair have a row each"),
         (["--task", "causal_lm"], EXIT_USAGE, "give --task recipes/dpo.py:Task"),
         (["--dataset_options", '{"path": "pairs.jsonl", "beta": 0}'], EXIT_USAGE, "beta > 0"),
-        (["--dataset_options", '{"path": "pairs.jsonl", "gamma": 1}'], EXIT_USAGE, "takes path, split, validation_spl"),
+        (["--dataset_options", '{"path": "pairs.jsonl", "gamma": 1}'], EXIT_USAGE, "takes path, config, split, valida"),
         (["--label_smoothing", "0.1"], EXIT_ERROR, "this run has another loss"),
         (["--tokenizer", "bytes"], EXIT_ERROR, "chat"),
     ],
