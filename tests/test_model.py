@@ -74,6 +74,15 @@ def test_a_loss_may_read_the_options() -> None:
 # Which models
 
 
+def test_a_new_bart_ends_a_text_with_the_tokenizers_end_token() -> None:
+    """Its own configuration has number 2, which is another token here, and transformers writes it at a limit."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    network = built(
+        {"model_type": "bart", **sizes, "encoder_attention_heads": 2, "decoder_attention_heads": 2}, CLASSES
+    )
+    assert network.config.forced_eos_token_id == END
+
+
 @pytest.mark.parametrize(
     ("model_config", "task"),
     [

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     BartConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
 )
@@ -803,6 +806,47 @@ def test_a_second_model_shown_in_the_docs_stays_as_it_began_is_predicted_and_not
     fork.trains(*flags)
     plain = [row["loss"] for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "train"]
     assert near[0] == pytest.approx(plain[0], rel=1e-6) and near[2] > plain[2] + 0.004, (near, plain)
+
+
+TEACHER = """
+from transformers import AutoModelForCausalLM
+
+from train.tasks import causal_lm, cross_entropy_scores, cross_entropy_sum
+
+
+class Task(causal_lm.Task):
+    def change_loss(self, model):
+        model.teacher = AutoModelForCausalLM.from_pretrained("teacher").requires_grad_(False).eval()
+
+        def loss_of(module, inputs, labels, scored, num_targets):
+            logits = module.model(**inputs).logits
+            if scored:
+                return cross_entropy_scores(logits, labels)
+            taught = module.teacher(**inputs).logits.detach().softmax(-1)
+            return cross_entropy_sum(logits, labels) - (taught * logits.log_softmax(-1)).sum()
+
+        model.loss_in_head = loss_of
+"""
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_read_from_a_folder_is_predicted(fork: Fork) -> None:
+    """On the CPU, and planned for a card, on which it would otherwise be in another place than the model."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, intermediate_size=512, vocab_size=259)
+    LlamaForCausalLM(config).save_pretrained(fork.folder / "teacher")
+    fork.write("train/tasks/taught.py", TEACHER)
+    made = json.dumps({"model_type": "llama", **sizes, "hidden_size": 32, "intermediate_size": 64})
+    flags = *LISTOPS, "--task", "taught", "--model_config", made
+    _, summary = fork.trains(*flags)
+    # What the meter of a CPU does not see of a second model, nor of any that was read: norms and embedding.
+    predicted, measured = summary["predicted_peak_bytes"], summary["peak_allocated_bytes"]
+    weights = sum(p.numel() for p in LlamaForCausalLM(config).parameters()) * 4
+    assert weights < measured < predicted < measured + 0.15 * weights, (measured, predicted, weights)
+    plan = (sys.executable, "-m", "train.memory", "predict", "--device", "l4", "--json", *BASE, *flags)
+    done = subprocess.run([*map(str, plan)], cwd=fork.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert json.loads(done.stdout)["prediction"]["peak_bytes"] > weights
 
 
 @pytest.mark.slow

@@ -192,26 +192,29 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def fake_weights(device: torch.device) -> Iterator[None]:
-    """Inside it, a function's network has fake weights; from_pretrained reads real ones, in threads of its own."""
+    """Inside it, a function's network has fake weights, and one that from_pretrained has read in its own threads."""
     read = vars(PreTrainedModel)["from_pretrained"].__func__
 
-    def on_cpu(*args: Any, **options: Any) -> Any:
-        with torch.device("cpu"):  # these threads know of no stand-in for a card
-            return read(*args, **options)
-
-    def faked(*args: Any) -> Any:
+    def fake(network: Any) -> Any:
         made = dict[int, Tensor]()
-        try:
-            network = call_function(*args)
-        except Exception:  # it may move what it made, look at values or read a file, which takes real weights
-            with _disable_current_modes(), torch.device("cpu"), _no_card():
-                network = call_function(*args)
-        for module in network.modules() if isinstance(network, nn.Module) else ():
+        for module in network.modules() if isinstance(network, nn.Module) and active_fake_mode() else ():
             for held in (cast("dict[str, Any]", module._parameters), module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
                         held[name] = made[id(tensor)] = made.get(id(tensor), _as_fake(tensor, device))
         return network
+
+    def on_cpu(*args: Any, **options: Any) -> Any:
+        with torch.device("cpu"):  # these threads know of no stand-in for a card
+            return fake(read(*args, **options))
+
+    def faked(*args: Any) -> Any:
+        try:
+            network = call_function(*args)
+        except Exception:  # it may move what it made, look at values or read a file, which takes real weights
+            with _disable_current_modes(), torch.device("cpu"), _no_card():
+                network = call_function(*args)
+        return fake(network)
 
     reads = patch.object(PreTrainedModel, "from_pretrained", classmethod(on_cpu))
     with patch("train.model.call_function", faked), reads:

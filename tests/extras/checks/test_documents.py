@@ -167,9 +167,9 @@ def test_a_single_class_is_refused() -> None:
         classified([("a", "x"), ("b", "x")], [("a", "x")], label_column="stars")
 
 
-@pytest.mark.parametrize("train", [[0.25, 1.5, 2.566], ["0", "0", "0.5", "1.25", "1e-05"]])
+@pytest.mark.parametrize("train", [[0.25, 1.5, 2.566], ["0", "0", "0.5", "1.25", "1e-05"], ["0,25", "0,5", "2,566"]])
 def test_measurements_are_not_classes(train: list[Any]) -> None:
-    said = r"most labels in column 'label', such as '0\.\d+', are fractional numbers that occur once: sequence_classif"
+    said = r"most labels in column 'label', such as '0[.,]\d+', are fractional numbers that occur once: sequence_"
     with pytest.raises(UserError, match=said):
         classified([("a", label) for label in train], [("b", train[0])])
 

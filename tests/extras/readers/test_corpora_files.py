@@ -223,6 +223,19 @@ def test_an_array_after_a_byte_order_mark_is_read_whole(tmp_path: Path, indent: 
     assert texts(load(tmp_path / "a.jsonl")) == set(LINES)
 
 
+def test_a_file_that_says_that_it_is_utf_8_is_read_so_whatever_the_others_are(tmp_path: Path) -> None:
+    for name, mark, encoding in ("a.jsonl", b"", "cp1251"), ("b.jsonl", b"\xef\xbb\xbf", "utf-8"):
+        text = json.dumps({"text": f"привет {name}"}, ensure_ascii=False)
+        (tmp_path / name).write_bytes(mark + text.encode(encoding))
+    assert texts(load(tmp_path, encoding="cp1251")) == {"привет a.jsonl", "привет b.jsonl"}
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("cp932", "①㈱髙～"), ("cp949", "똠방각하"), ("cp1256", "سلام")])
+def test_code_pages_of_windows_and_unix(tmp_path: Path, encoding: str, text: str) -> None:
+    (tmp_path / "a.csv").write_bytes(f"text\n{text}\n{text}2\n".encode(encoding))
+    assert texts(load(tmp_path / "a.csv", encoding=encoding)) == {text, f"{text}2"}
+
+
 @pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])
 def test_an_undecodable_csv_costs_only_its_record(tmp_path: Path, encoding: str, bad: bytes) -> None:
     (tmp_path / "d.csv").write_bytes(b"text\na\nx" + bad + b"\nb\n")

@@ -162,7 +162,8 @@ def test_a_transform_is_not_dropped_without_a_word(tmp_path: Path) -> None:
     [
         ("{'text': ['a', None]}", "the train split, row 1: no text. Correct it"),
         ("{'text': [1, 2]}", "the train split: column 'text' holds int64; each row needs text"),
-        ("{'text': [[1], [2]]}", r"holds list; each row needs text \(see docs/data\.md\)"),
+        ("{'text': [[1], [2]]}", r"holds list; each row needs text\."),
+        ("{'text': [{'a': 1}, {'a': 2}]}", "column 'text' holds dict; each row needs text"),
         ("{'text': ['a', 'b'], 'label': ['x', None]}", "the train split, row 1: no label. Correct it"),
         ("{'text': ['a', 'b'], 'label': [0.5, float('nan')]}", "the train split, row 1: no label. Correct it"),
         ("{'text': ['a', 'b'], 'label': [[1], [2]]}", "column 'label' holds list; each row needs text or a number"),

@@ -14,7 +14,7 @@ from train.optim import learning_rate_at, num_warmup_steps
 from train.records import BatchArithmetic, Corpus, Parts, Run, UserError, column
 from train.tasks import Task
 
-FRACTION = re.compile(r"[+-]?(\d*\.\d*[1-9]\d*([eE][+-]?\d+)?|\d+\.?\d*[eE]-\d+)")  # a measurement, not a class
+FRACTION = re.compile(r"[+-]?(\d*[.,]\d*[1-9]\d*([eE][+-]?\d+)?|\d+\.?\d*[eE]-\d+)")  # a measurement, not a class
 
 
 def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
@@ -31,8 +31,7 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
     single = [name for name in names if labels[name] == 1 and FRACTION.fullmatch(name)]
     if 2 * len(single) > len(labels):  # half stars, say, are classes
         most = f"most labels in {what}, such as {single[0]!r}, are fractional numbers that occur once"
-        remedy = "Group them, or write a task of your own (docs/forking.md)"
-        raise UserError(f"{corpus.name}: {most}: {task.name} needs classes. {remedy}.")
+        raise UserError(f"{corpus.name}: {most}: {task.name} needs classes. Group them, or see docs/forking.md.")
     for split, documents in corpus.splits.items():
         is_known = [number is not None for number in task.classes_of(documents["label"][:], names)]
         if split == "test" and not any(is_known):  # as in a competition, with one mark for all
@@ -75,7 +74,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
     of_sgd, of_adam = ("sgd_momentum",), ("adam_beta1", "adam_beta2", "adam_epsilon")
     unread_by = {"adamw": of_sgd, "adamw_8bit": of_sgd, "sgd": of_adam, "adafactor": of_sgd + of_adam}
     unread |= dict.fromkeys(unread_by.get(optimizer, ()), "optimizer")  # of a fork's own nothing is known
-    unread |= {"decay_ratio": "lr_scheduler"} if schedule != "warmup_stable_decay" else {}
+    unread |= {"decay_ratio": "lr_scheduler"} if schedule in ("constant", "linear", "cosine") else {}
     unread |= {"min_learning_rate_ratio": "lr_scheduler"} if schedule == "constant" else {}
     unread |= {} if config.get("push_to_hub") else {"hub_model_id": "push_to_hub"}
     changed = [name for name in sorted(unread.keys() & known) if config.get(name) != known[name][1].default]

@@ -57,8 +57,9 @@ def completed(model_type: str, fields: dict[str, Any], task: Any, tokenizer: Any
         raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.{meant(unknown[0], read)}")
     # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
-        if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary
+    for name in ("cls_token_id", "sep_token_id", "forced_eos_token_id"):
+        if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary, Bart's is another token
+            instead = "bos_token_id" if name == "cls_token_id" else "eos_token_id"
             ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
     if is_free := getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
         fields[LIMIT] = max_length

@@ -14,7 +14,8 @@ from train.config import Config, Data, option
 from train.launch import Launch
 from train.records import Corpus, Parts, Run, UsageError
 
-Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
+Others = Literal["cp874", "cp932", "cp949", "cp1253", "cp1254", "cp1255", "cp1256", "cp1258", "euc_jp", "koi8_r"]
+Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr", Others]
 
 
 @dataclass(frozen=True)

@@ -122,10 +122,7 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
 
 
 def _find(path: Path, data: Source) -> dict[str, list[str]]:
-    """A single file, or the files of each split that a folder's names tell.
-
-    Files that name no split are for training if none is named train.
-    """
+    """A single file, or the files of each split that a folder's names tell (train, where no name says train)."""
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
             packed = " Decompress it first." if path.suffix.lower() in (".gz", ".zip", ".zst", ".bz2", ".xz") else ""
@@ -222,7 +219,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     if data.labelled:
         labels = list(map(str, documents["label"][:]))
         last = {labels[p]: p for p in order}
-        if 2 * len(last) <= len(labels) or not all(re.fullmatch(r"[-+.\deE]*\d", label) for label in last):
+        if 2 * len(last) <= len(labels) or not all(re.fullmatch(r"[-+.,\deE]*\d", label) for label in last):
             order = np.array([p for p in order if last[labels[p]] != p], dtype=int)
     if not len(validation := np.sort(order[:count])):
         advice = "Add records, or --validation_dataset (a function: a validation split); or take another --label_column"

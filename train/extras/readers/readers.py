@@ -171,8 +171,8 @@ def _read_text(path: Path, encoding: str, sample_by: str) -> Found:
 
 def _open(path: Path, encoding: str) -> TextIO:
     with path.open("rb") as file:
-        is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as Windows writes "Unicode"
-    encoding = "utf-16" if is_utf16 else "utf-8-sig" if encoding == "utf-8" else encoding  # the mark is dropped
+        is_utf16 = (start := file.read(3))[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # Windows' "Unicode"
+    encoding = "utf-16" if is_utf16 else "utf-8-sig" if encoding == "utf-8" or start == codecs.BOM_UTF8 else encoding
     return path.open(encoding=encoding, errors="surrogatepass" if is_utf16 else "surrogateescape", newline="")
 
 

@@ -104,17 +104,16 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     Raises UserError for columns of other types, and for rows that may not be left out.
     """
     if data.labelled and (names := getattr(table.features["label"], "names", None)):
-        numbers = table["label"][:]  # -1 stands for a hidden label
-        labels = [names[number] if number in range(len(names)) else None for number in numbers]
+        labels = [names[n] if n in range(len(names)) else None for n in table["label"][:]]  # -1: a hidden label
         table = table.remove_columns("label").add_column("label", labels)  # type: ignore
         data.classes.extend(() if data.classes else names)  # of the first split, which is read to be trained on
-    texts = "(large_)?string"
-    kinds = {"text": (texts, "text"), "label": (rf"{texts}|u?int\d+|float\d+|bool", "text or a number")}
+    kinds = {"text": (data.text_column, ".*string", "text")}
+    kinds["label"] = (data.label_column, r".*string|u?int\d+|float\d+|bool", "text or a number")
     columns = ["text", "label"] if data.labelled else ["text"]
     for column in columns:
-        kind, (pattern, needed) = str(getattr(table.features[column], "dtype", "list")), kinds[column]
-        if re.fullmatch(pattern, kind) is None:
-            raise UnusableError(f"{what}: column {column!r} holds {kind}; each row needs {needed} (see docs/data.md).")
+        (name, pattern, needed), found = kinds[column], table.features[column]
+        if not re.fullmatch(pattern, kind := str(getattr(found, "dtype", type(found).__name__.lower()))):
+            raise UnusableError(f"{what}: column {name!r} holds {kind}; each row needs {needed}.")
     problems: list[str] = []
     parts: Any = table.select_columns(columns).iter(ROWS_AT_ONCE)
     for part in parts:
