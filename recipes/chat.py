@@ -95,7 +95,8 @@ def load(
         source = source_of(Path(path).expanduser(), config)
         tables: Any = datasets.load_dataset(**source)
         wanted = {"train": split}
-        if validation_split or "validation" in tables:
+        is_apart = split != "all" and "validation" not in split  # what is trained on tests nothing
+        if validation_split or ("validation" in tables and is_apart):
             wanted["validation"] = validation_split or "validation"
         found: Any = {name: datasets.load_dataset(**source, split=which) for name, which in wanted.items()}
         return {name: texts(table) for name, table in found.items()}
@@ -110,10 +111,13 @@ def load(
 
 def source_of(path: Path, config: str | None) -> dict[str, Any]:
     """What 🤗 Datasets loads: the splits of a folder that save_to_disk wrote, other files or folders, or a Hub name."""
+    is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    if config and (is_saved or path.is_file()):
+        raise ValueError(f"it has no configuration {config!r}")
     if path.is_file():  # all of it is its split train
         own = {"data_files": {"train": str(path)}, "cache_dir": cache_for(path)}
         return {"path": KINDS[path.suffix.lower()], **own}
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if is_saved:
         saved = datasets.load_from_disk(str(path))
         splits = saved if isinstance(saved, dict) else {"train": saved}
         files = {name: [file["filename"] for file in split.cache_files] for name, split in splits.items()}

@@ -32,8 +32,8 @@ from train.tasks import Scores, Tokenizer, cross_entropy_scores, load_task, pad
 
 # Loaded as a task's file, because 🤗 Datasets caches by the name of a module, and that of a task has a digest in it.
 chat: Any = sys.modules[load_task(f"{Path(__file__).with_name('chat.py')}:Task").__module__]
-# beta: what it costs to move away from the reference; its default is that of TRL. The other options are those of chat.
 OPTIONAL = (str, type(None))
+# beta: what it costs to move away from the reference; its default is that of TRL. The others are those of chat, too.
 KINDS = {"path": str, "config": OPTIONAL, "split": str, "validation_split": OPTIONAL, "beta": (float, int)}
 BETA = 0.1
 TURNS = {"Human": "user", "Assistant": "assistant"}

@@ -70,7 +70,8 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
         source = source_of(Path(options.path).expanduser(), options.config)
         tables: Any = datasets.load_dataset(**source)
         wanted = {"train": options.split}
-        if options.validation_split or "validation" in tables:
+        is_apart = options.split != "all" and "validation" not in options.split  # what is trained on tests nothing
+        if options.validation_split or ("validation" in tables and is_apart):
             wanted["validation"] = options.validation_split or "validation"
         found: Any = {name: datasets.load_dataset(**source, split=which) for name, which in wanted.items()}
         return {name: as_json(table, columns, options.path) for name, table in found.items()}
@@ -85,10 +86,13 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
 
 def source_of(path: Path, config: str | None) -> dict[str, Any]:
     """What 🤗 Datasets loads: the splits of a folder that save_to_disk wrote, other files or folders, or a Hub name."""
+    is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    if config and (is_saved or path.is_file()):
+        raise ValueError(f"it has no configuration {config!r}")
     if path.is_file():  # all of it is its split train
         own = {"data_files": {"train": str(path)}, "cache_dir": cache_for(path), **as_texts([path])}
         return {"path": KINDS[path.suffix.lower()], **own}
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if is_saved:
         saved = datasets.load_from_disk(str(path))
         splits = saved if isinstance(saved, dict) else {"train": saved}
         files = {name: [file["filename"] for file in split.cache_files] for name, split in splits.items()}

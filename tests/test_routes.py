@@ -839,7 +839,7 @@ def test_a_teacher_that_is_read_from_a_folder_is_predicted(fork: Fork) -> None:
     made = json.dumps({"model_type": "llama", **sizes, "hidden_size": 32, "intermediate_size": 64})
     flags = *LISTOPS, "--task", "taught", "--model_config", made
     _, summary = fork.trains(*flags)
-    # What the meter of a CPU does not see of a second model, nor of any that was read: norms and embedding.
+    # A CPU's meter misses tensors of a second model that give no view, of one made from a configuration as many.
     predicted, measured = summary["predicted_peak_bytes"], summary["peak_allocated_bytes"]
     weights = sum(p.numel() for p in LlamaForCausalLM(config).parameters()) * 4
     assert weights < measured < predicted < measured + 0.15 * weights, (measured, predicted, weights)

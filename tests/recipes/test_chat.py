@@ -229,6 +229,10 @@ def test_a_folder_that_save_to_disk_wrote(load_recipe: Callable[[str], ModuleTyp
         "train": [20, 21, 22, 23],
         "validation": [0, 1, 2],
     }
+    for split in ("train+validation", "all"):  # what is trained on is not validated on as well
+        assert set(documents(recipe, path=folder, split=split)) == {"train"}
+    with pytest.raises(UserError, match="it has no configuration 'main'"):
+        documents(recipe, path=folder, config="main")
     assert sorted(Path(folder).rglob("*")) == before
     datasets.Dataset.from_list(rows_of(3)).save_to_disk(str(tmp_path / "one"))
     assert {key: numbers_in(rows) for key, rows in documents(recipe, path=str(tmp_path / "one")).items()} == {

@@ -12,7 +12,7 @@ import torch
 from made_tokenizers import tokenizer_of
 
 from train.batching import Loading
-from train.config import Config
+from train.config import Config, Optimization
 from train.extras.checks import Extra
 from train.extras.checks.documents import describe, describe_batch, describe_training, with_known_labels
 from train.launch import Launch
@@ -106,6 +106,10 @@ def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]
         "sgd_momentum: does nothing with --optimizer adamw",
     ]
     assert describe(data, config.changed(decay_ratio=0.5, lr_scheduler="warmup_stable_decay")) == []
+    of_a_fork: Any = "wsd_sqrt"
+    assert (
+        describe(data, replace(config, optimization=Optimization(lr_scheduler=of_a_fork, decay_ratio=0.5))) == []
+    )  # of which nothing is known
     constant = config.changed(lr_scheduler="constant", min_learning_rate_ratio=0.1)
     assert describe(data, constant) == ["min_learning_rate_ratio: does nothing with --lr_scheduler constant"]
     assert describe(data, constant.changed(lr_scheduler="cosine")) == []

@@ -233,7 +233,8 @@ def test_a_file_that_says_that_it_is_utf_8_is_read_so_whatever_the_others_are(tm
 @pytest.mark.parametrize(("encoding", "text"), [("cp932", "①㈱髙～"), ("cp949", "똠방각하"), ("cp1256", "سلام")])
 def test_code_pages_of_windows_and_unix(tmp_path: Path, encoding: str, text: str) -> None:
     (tmp_path / "a.csv").write_bytes(f"text\n{text}\n{text}2\n".encode(encoding))
-    assert texts(load(tmp_path / "a.csv", encoding=encoding)) == {text, f"{text}2"}
+    config = from_values({"encoding": encoding})
+    assert texts(load(tmp_path / "a.csv", encoding=config.get("encoding"))) == {text, f"{text}2"}
 
 
 @pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])
@@ -934,6 +935,12 @@ def test_files_of_a_test_split_without_labels_are_left_out(tmp_path: Path, rows:
     (tmp_path / "test.csv").unlink()
     (tmp_path / "val.csv").write_text("text\n" + "e\n" * rows)
     assert "no column 'label'" in message(tmp_path, labelled=True, **skip)  # of others that is an error
+
+
+def test_a_saved_column_that_is_no_text_has_the_name_that_the_user_gave(tmp_path: Path) -> None:
+    saved(x=[{"messages": [{"role": "user"}], "of": {"a": "b"}}])["x"].save_to_disk(tmp_path / "s")
+    for column, kind in ("messages", "list"), ("of", "dict"):
+        assert f"column '{column}' holds {kind};" in message(tmp_path / "s", text_column=column)
 
 
 def test_a_damaged_saved_dataset(tmp_path: Path) -> None:

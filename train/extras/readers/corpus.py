@@ -122,7 +122,7 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
 
 
 def _find(path: Path, data: Source) -> dict[str, list[str]]:
-    """A single file, or the files of each split that a folder's names tell (train, where no name says train)."""
+    """A single file, or a folder's files by the splits that their names tell; if none is train, others train."""
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
             packed = " Decompress it first." if path.suffix.lower() in (".gz", ".zip", ".zst", ".bz2", ".xz") else ""
