@@ -98,10 +98,9 @@ class Fork:
             text = FOLDERS.sub(lambda found: found[0] if (self.target / found[1]).exists() else "", text)
             project.write_text(text, encoding="utf-8")
         kept = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
-        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n"
+        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
         words = {"name": self.target.name, "extras": ", ".join(self.keep) or "none", "docs": ", ".join(kept)}
-        readme = TABLES["readme"].format(**words, quickstart=first if starts else "")
-        (self.target / "README.md").write_text(readme, encoding="utf-8")
+        (self.target / "README.md").write_text(TABLES["readme"].format(**words, quickstart=first), encoding="utf-8")
         for page in (self.target / "docs").rglob("*.md"):  # of a link to what is not copied its words stay
             text, here = page.read_text(encoding="utf-8"), page.parent
             text = LINK.sub(lambda link, here=here: link[0] if (here / link[2]).exists() else link[1], text)

@@ -75,12 +75,12 @@ def test_documents_without_an_example_are_counted() -> None:
     data: Any = SimpleNamespace(
         task=load_task("causal_lm")(Config()), corpus=Corpus("own", splits), examples=examples, label_names=()
     )
-    assert describe(data, Config()) == ["at least 2 of 3 documents of the train split gave no example"]
+    assert describe(data, Config()) == ["at least 2 of 3 train documents gave no example: too short or long"]
     packed = {"member_ids": [[0], [1, 2]], "document_length": [[3], [4, 5]], "length": [3, 9]}
     data.examples = {"train": datasets.Dataset.from_dict({**packed, "member_ids": [[0], [2]]})}
     data.examples["validation"] = datasets.Dataset.from_dict(packed)
     assert describe(data, Config().changed(packing=True)) == [
-        "at least 1 of 3 documents of the train split gave no example"
+        "at least 1 of 3 train documents gave no example: too short or long"
     ]
 
 

@@ -65,6 +65,19 @@ def test_yarn_divides_slow_frequencies_keeps_fast_ones_and_sharpens_attention() 
     assert scaled.config.rope_parameters["original_max_position_embeddings"] == 64
 
 
+def test_a_model_that_yarn_lengthened_can_be_lengthened_again() -> None:
+    once, at_once = built(LLAMA, 128, rope_scaling="yarn"), built(LLAMA, 256, rope_scaling="yarn")
+    own = {"rope_parameters": once.config.rope_parameters, "max_position_embeddings": 128}
+    for stale in ({}, {"attention_factor": 1.5}):
+        rope = {**own["rope_parameters"], **stale}
+        twice = built({**LLAMA, **own, "rope_parameters": rope}, 256, rope_scaling="yarn")
+        assert twice.config.rope_parameters == at_once.config.rope_parameters
+        assert twice.config.max_position_embeddings == 256
+        assert torch.equal(frequencies(twice), frequencies(at_once))
+    with pytest.raises(UserError, match="max_length 128 is within the model's 128 positions"):
+        built({**LLAMA, **own}, 128, rope_scaling="yarn")
+
+
 def test_yarn_scales_a_model_whose_configuration_does_not_say_the_size_of_a_head() -> None:
     mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2}
     assert torch.equal(
@@ -145,6 +158,12 @@ def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
             {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             256,
             {"rope_scaling": "yarn"},
+            r"llama already scales its own \(linear\)",
+        ),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            256,
+            {"rope_scaling": "linear"},  # of these it is unknown what the model was trained for
             r"llama already scales its own \(linear\)",
         ),
         # else final/ could not be written, which checks them

@@ -937,6 +937,34 @@ def test_files_of_a_test_split_without_labels_are_left_out(tmp_path: Path, rows:
     assert "no column 'label'" in message(tmp_path, labelled=True, **skip)  # of others that is an error
 
 
+def test_classes_of_a_parquet_file_that_datasets_wrote_keep_their_names(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"text": f"t{n}", "label": n % 2} for n in range(6)])
+    rows = rows.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    rows.to_parquet(tmp_path / "train.parquet")
+    hidden = rows.map(lambda row: {"label": -1})
+    hidden.to_parquet(tmp_path / "test.parquet")
+    found = load(tmp_path, labelled=True)
+    labels = {d["text"]: d["label"] for split in ("train", "validation") for d in found.splits[split]}
+    assert labels == {f"t{n}": ("no", "yes")[n % 2] for n in range(6)}
+    assert "test" not in found.splits and "left out the test split" in found.notes[0]
+    datasets.concatenate_datasets([rows, hidden]).to_parquet(tmp_path / "train.parquet")
+    assert "train.parquet:7: 'label' must be" in message(tmp_path / "train.parquet", labelled=True)
+
+
+def test_configurations_in_the_folder_of_a_dataset_are_named(tmp_path: Path) -> None:
+    for folder in ("en", "de", "de/more"):
+        for split in ("train", "validation"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{split}-00000-of-00001.jsonl").write_text('{"text": "a"}\n')
+    assert f"{tmp_path}: read de, en together; give one of these folders to read it alone" in load(tmp_path).notes
+    assert load(tmp_path / "en").notes == load(tmp_path / "de").notes == ()
+    (tmp_path / "parts" / "train").mkdir(parents=True)
+    (tmp_path / "parts" / "test").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "parts" / split / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert not any("together" in note for note in load(tmp_path / "parts").notes)
+
+
 def test_a_saved_column_that_is_no_text_has_the_name_that_the_user_gave(tmp_path: Path) -> None:
     saved(x=[{"messages": [{"role": "user"}], "of": {"a": "b"}}])["x"].save_to_disk(tmp_path / "s")
     for column, kind in ("messages", "list"), ("of", "dict"):

@@ -204,14 +204,15 @@ def test_without_matplotlib_a_page_says_what_it_would_draw(monkeypatch: pytest.M
     assert "Not drawn" in outline.text and "svg" not in outline.tags
 
 
-def test_thousands_of_evaluations_are_thinned_and_the_last_is_there() -> None:
+def test_of_thousands_of_evaluations_the_last_hundred_are_shown() -> None:
     rows = [{"kind": "evaluation", "split": "validation", "step": n, "loss": 1 / n} for n in range(1, 4001)]
     html = _page({}, rows)
     table = html.partition("<h2>Evaluations</h2>")[2]
     steps = [
         int(step) for step in re.findall(r'<tr><th scope="row">validation</th><td>(\d+)</td>', table.replace(",", ""))
     ]
-    assert steps == list(range(40, 4001, 40)) and "One of 40 is shown; metrics.jsonl has all 4,000." in table
+    assert steps == list(range(3901, 4001)) and "The last 100 of 4,000; metrics.jsonl has all." in table
+    assert "; metrics.jsonl has all" not in _page({}, rows[:100])
     (chart,) = charts(rows, {})
     assert chart.svg.count("<use ") < 100
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import nn
 
 from train.config import Config
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.extras.report.sample import sample
+from train.extras.report import sample as of_models
+from train.extras.report.sample import sample, sample_of
 from train.tasks import load_task
 
 BYTES = build_tokenizer("bytes", ())
@@ -52,3 +55,12 @@ def test_the_beginning_is_framed_as_the_task_frames_examples(monkeypatch: pytest
     monkeypatch.setattr(task, "framed", lambda ids, tokenizer: ids)
     sample(run, task, model, BYTES, "to be or not to be")
     assert given == [[BYTES.eos_token_id, *ids], ids]
+
+
+def test_words_without_an_end_make_a_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_models, "sample", lambda *_: "x" * 100_000)
+    corpus: Any = SimpleNamespace(splits={"validation": [{"text": "x"}]})
+    data = SimpleNamespace(task=None, tokenizer=None, corpus=corpus)
+    parts: Any = SimpleNamespace(data=data, state=SimpleNamespace(model=nn.Linear(1, 1)))
+    run: Any = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
+    assert sample_of(run, parts) == "x" * 5000

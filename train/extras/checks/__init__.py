@@ -91,9 +91,8 @@ class Extra(extras.Extra):
         if "optimizer got an empty parameter list" in str(error):
             return "model: none of its parameters is trained. Leave some with requires_grad=True."
         if run is not None and re.search("index out of range in self|device-side assert", str(error)):
-            length = run.config.data.max_length
-            hint = f"A table of the model may be too small: are there max_length {length} positions, an embedding for "
-            hint += "each token of the tokenizer, and an output for each label?"
+            length, for_each = run.config.data.max_length, "for each token of the tokenizer, for each label"
+            hint = f"A table of the model may be too small: are there max_length {length} positions, a row {for_each}?"
             getattr(error, "add_note", run.outputs.say)(hint)  # a traceback ends with notes, from Python 3.11 on
         return None
 

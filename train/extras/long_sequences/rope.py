@@ -20,21 +20,23 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
     # By kind of layer, where these differ: those that see a window never see a distance that they do not know.
     nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
     scaled = nested.get("full_attention", rope if not nested else None)
-    problem = None
+    problem, was = None, (scaled or {}).get("rope_type", "default")
+    trained = (scaled or {}).get("original_max_position_embeddings", positions)  # fewer where YaRN made them more
     if scaled is None:
         problem = f"{config.model_type} does not have a layer with full attention"
-    elif scaled.get("rope_type", "default") != "default":
-        problem = f"{config.model_type} already scales its own ({scaled['rope_type']})"
+    elif was == "linear" or was not in ("default", kind):
+        problem = f"{config.model_type} already scales its own ({was})"
     elif factor is None and max_length <= positions:
         problem = f"max_length {max_length} is within the model's {positions} positions"
     if scaled is None or problem:
         raise UserError(f"rope_scaling: {kind}: {problem}: leave it out.")
-    factor = factor or max_length / positions
+    factor = factor or max_length / trained
     changed = {**scaled, "rope_type": kind, "factor": float(factor)}
-    changed |= {"original_max_position_embeddings": positions} if kind == "yarn" else {}
+    changed |= {"original_max_position_embeddings": trained} if kind == "yarn" else {}
+    changed.pop("attention_factor", None)  # that of another factor; by default it follows from this one
     if getattr(config, "head_dim", 0) is None:  # as Mixtral's, by which transformers 5.23 would multiply for YaRN
         config.head_dim = config.hidden_size // config.num_attention_heads
-    config.max_position_embeddings = math.ceil(positions * factor)
+    config.max_position_embeddings = math.ceil(trained * factor)
     config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
     try:
         getattr(config, "validate", lambda: None)()  # or it would be refused when final/ is written

@@ -31,11 +31,10 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Says where the sizes of a model do not fit each other, which its own code finds in the first forward."""
         own = run.config.architecture if run is not None else None
-        frames = traceback.extract_tb(error.__traceback__)
-        frames = [f for f in frames if not {"torch", "meter"} & {*Path(f.filename).parts}]  # which the model calls
-        if own is None or own.model_config is None or not frames or not re.search(MISFIT, str(error)):
-            return None
-        if "transformers" not in (path := Path(frames[-1].filename)).parts:
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [f for f in every if not {"torch", "meter"} & {*Path(f.filename).parts}]  # which the model calls
+        is_theirs = frames and "transformers" in (path := Path(frames[-1].filename)).parts
+        if own is None or own.model_config is None or not (is_theirs and re.search(MISFIT, str(error))):
             return None
         hint = "Do its sizes fit each other, such as num_attention_heads and num_key_value_heads?"
         return f"model_config: {own.name} fails in {path.name}:{frames[-1].lineno}: {one_line(error)}. {hint}"

@@ -143,6 +143,9 @@ def _find(path: Path, data: Source) -> dict[str, list[str]]:
         texts = f" ({sum(ignored)} of them texts: give a folder of one kind)" if is_mixed else ""
         read = repr(next(iter(named)).name) if len(named) == 1 else len(named)
         data.notes.append(f"{path}: ignored {several(len(ignored), 'other file')}{texts}, read {read}")
+    above = {file.relative_to(path).parts[0] for file, split in named.items() if split}
+    if len(parts := sorted(name for name in above if not _split_of([name]))) > 1:  # as configurations of a Hub dataset
+        data.notes.append(f"{path}: read {', '.join(parts[:9])} together; give one of these folders to read it alone")
     found: dict[str, list[str]] = {}
     for file, split in named.items():
         found.setdefault(split or "train", []).append(str(file))

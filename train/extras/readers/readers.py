@@ -18,7 +18,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Value
 
 from train.checkpoint import digest
 from train.extras.cache import ROWS_AT_ONCE, generated
@@ -33,7 +33,7 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Give --text_column, --label_column (a CSV file's first line); for text files, chats see docs/data.md"
-FORMAT = 10  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 11  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
@@ -238,12 +238,15 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
+            names = (schema := file.schema_arrow).names
             if twice := next((name for name in columns if names.count(name) > 1), None):
                 raise UserError(f"{path}: the column {twice!r} appears twice. Rename one.")
+            kinds = Features.from_arrow_schema(schema) if "ClassLabel" in str(schema.metadata) else {}
+            classes = {n: dict(enumerate(kind.names)) for n in columns if isinstance(kind := kinds.get(n), ClassLabel)}
             is_known = set(columns) <= set(names)  # otherwise the message tells the names of all
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(columns) if is_known else None):
-                yield from enumerate(batch.to_pylist(), start=number + 1)
+                rows = ({**row, **{n: of.get(row[n]) for n, of in classes.items()}} for row in batch.to_pylist())
+                yield from enumerate(rows, start=number + 1)
                 number += batch.num_rows
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:

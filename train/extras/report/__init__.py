@@ -105,7 +105,6 @@ class Extra(extras.Extra):
 
 def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
     config, arithmetic, precision = run.config, parts.batches.arithmetic, run.accelerator.mixed_precision
-    dtype = config.architecture.dtype  # of weights, and without autocast of all that is computed
     return {
         "task": parts.data.task.name,
         "dataset": parts.data.corpus.name,
@@ -119,7 +118,7 @@ def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
         "gradient_accumulation_steps": arithmetic.accumulation_steps,
         "world_size": run.launch.world_size,
         "launch": str(run.launch),
-        "mixed_precision": precision if precision != "no" else SHORT[dtype],
+        "mixed_precision": precision if precision != "no" else SHORT[config.architecture.dtype],  # of the weights
         "max_grad_norm": config.optimization.max_grad_norm,
     }
 

@@ -51,14 +51,13 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
     names = list(dict.fromkeys(name for row in rows for name in row if name != "data"))
     cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
-    known = [[name, str(value)] for name, value in facts.items() if value is not None]
     parts = {
         "front": front.to_yaml(),
         "title": _plain(config.of(Options).run_name or task.name),
         "what": f"{task.title or task.name.replace('_', ' ')} model {origin} on `{_public(config.data.dataset)}`",
         "results": _table([n.replace("_", " ") for n in names], cells) if rows else "No evaluation was run.",
         "loading": _how_to_load(config, task, is_own, is_peft),
-        "training": _table(["What", "Value"], known),
+        "training": _table(["What", "Value"], [[n, str(value)] for n, value in facts.items() if value is not None]),
     }
     return without_secrets(TEMPLATE.format(**parts))
 

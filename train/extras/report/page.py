@@ -76,11 +76,10 @@ def _cards(summary: Mapping[str, Any]) -> str:
     """Boxes with a name, its value and a line below; those without a value are left out."""
     get = partial(shown, summary)
     metric = (summary.get("metric_name") or "").replace("_", " ")
-    predicted = get("predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
     cards = [
         (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best step: {:,}".format)),
         ("Tokens per second", get("tokens_per_second", count), get("mfu", "MFU {:.1%}".format)),
-        ("Peak memory", get("peak_allocated_bytes", gib), predicted),
+        ("Peak memory", get("peak_allocated_bytes", gib), get("predicted_peak_bytes", lambda n: f"predicted {gib(n)}")),
         ("Training time", get("training_seconds", duration), get("epochs", lambda n: f"{n:.3g} epoch{'s' * (n != 1)}")),
     ]
     boxes = ""
@@ -117,12 +116,10 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _evaluations(evaluations: Sequence[Row]) -> str:
-    """Some 100 evaluations, the last of each split among them, with a column per scalar that any of them has."""
-    every, last = -(-len(evaluations) // 100), {row.get("split"): number for number, row in enumerate(evaluations, 1)}
+    """The last 100 evaluations, with a column per scalar that any of them has."""
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time", "data"))
-    shown = [row for n, row in enumerate(evaluations, 1) if n % every == 0 or n in last.values()]
-    rows = [[row.get(name) for name in names] for row in shown]
-    some = f"<p>One of {every} is shown; metrics.jsonl has all {len(evaluations):,}.</p>" if every > 1 else ""
+    rows = [[row.get(name) for name in names] for row in evaluations[-100:]]
+    some = f"<p>The last 100 of {len(evaluations):,}; metrics.jsonl has all.</p>" if len(evaluations) > 100 else ""
     return some + _table([name.replace("_", " ") for name in names], rows)
 
 

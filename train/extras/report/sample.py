@@ -18,7 +18,7 @@ def sample_of(run: Run, parts: Parts) -> str | None:
     try:
         with run.accelerator.autocast(), uncompiled(model):
             written = sample(run, data.task, model, data.tokenizer, data.corpus.splits["validation"][0]["text"])
-            return written and without_secrets(written)
+            return written and without_secrets(written)[:5000]  # a token of words may be a whole text
     except Exception as error:  # of whatever model a person brings
         run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
 
