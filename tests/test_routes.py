@@ -22,10 +22,12 @@ from faults.processes import script
 from safetensors.torch import load_file
 from support import ROOT
 from tokenizers import Tokenizer, decoders, models
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     BartConfig,
@@ -317,6 +319,51 @@ def test_regression_as_shown_in_the_docs_learns_a_number(fork: Fork) -> None:
     assert summary["metric_name"] == "mse" and summary["metric_value"] == rows[-1]["mse"]
     assert rows[-1]["mse"] < 0.5  # the labels' variance is 2.25
     assert summary["best_metric"] == min(row["mse"] for row in rows)
+
+
+@pytest.mark.slow
+def test_pairs_as_shown_in_the_docs_know_which_text_a_word_is_in(fork: Fork) -> None:
+    """The class is how the second text begins; the first one, of any length, begins so or otherwise."""
+    marks, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["yes", "no", *(f"w{n}" for n in range(8))]
+    raw = Tokenizer(models.WordLevel({word: n for n, word in enumerate(marks + words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    frame = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    raw.post_processor = TemplateProcessing(**frame, special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names: Any = {f"{mark[1:-1].lower()}_token": mark for mark in marks}
+    names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(fork.folder / "own")
+    draw, rows = random.Random(0), []
+    for number in range(240):
+        first, second = ([draw.choice(words[2:]) for _ in range(draw.randint(1, 9))] for _ in range(2))
+        texts = [" ".join([draw.choice(words[:2]), *first]), " ".join([words[number % 2], *second])]
+        rows.append({"sentence1": texts[0], "sentence2": texts[1], "label": words[number % 2]})
+    for name, some in ("train", rows[:200]), ("validation", rows[200:]):
+        fork.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in some))
+    fork.write("train/tasks/pairs.py", shown_in("docs/forking.md", r"train/tasks/pairs\.py"))
+    code, loaded = shown_in("docs/forking.md", r"my_pairs\.py"), '"nyu-mll/glue", "mrpc"'
+    assert code.count(loaded) == 1
+    files = {name: f"{name}.jsonl" for name in ("train", "validation")}
+    fork.write("my_pairs.py", code.replace(loaded, f'"json", data_files={files}'))
+    flags = ("--task", "pairs", "--dataset", "my_pairs.py:documents")
+    flags += ("--model_config", json.dumps({**BERT, "initializer_range": 0.1}))
+    flags += ("--tokenizer", "./own", "--max_length", 16, "--micro_batch_size", 8, "--learning_rate", 0.003)
+    done = fork.run(*flags, "--max_steps", 60)
+    assert done.returncode == EXIT_DONE, done.stderr
+    summary = json.loads((fork.output / "summary.json").read_text())
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(fork.output / "final")
+    tokenizer: Any = AutoTokenizer.from_pretrained(fork.output / "final")
+    right = loss_sum = 0
+    for row in rows[200:]:
+        pair = tokenizer(row["sentence1"], row["sentence2"], truncation=True, return_tensors="pt")
+        assert pair["input_ids"].shape[1] <= 16 and pair["token_type_ids"].any()
+        found = model(**pair, labels=torch.tensor([model.config.label2id[row["label"]]]))
+        right, loss_sum = (
+            right + (model.config.id2label[int(found.logits.argmax())] == row["label"]),
+            loss_sum + found.loss.item(),
+        )
+    assert model.config.label2id == {"no": 0, "yes": 1} and summary["metric_value"] == right / 40 > 0.9
+    assert summary["result"]["validation"]["loss"] == pytest.approx(loss_sum / 40, rel=1e-3)
 
 
 @pytest.mark.slow
