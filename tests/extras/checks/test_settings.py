@@ -109,6 +109,14 @@ def test_processes_that_do_not_know_each_other_move_no_files(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UsageError, match=f"model: {tmp_path} is the folder of a run: give {tmp_path}/final, written"):
+        parse(["--model", str(tmp_path)])
+    assert parse(["--model", f"{tmp_path}/final"]).architecture.model == f"{tmp_path}/final"
+
+
 WITHOUT_EFFECT = {
     ("gradient_checkpointing_every_n_layers", "2"): ("gradient_checkpointing", "full"),
     ("gradient_checkpointing_offload", "True"): ("gradient_checkpointing", "selective"),

@@ -31,12 +31,10 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         datasets=[dataset] if dataset and "/" in dataset else None,
         tags=["accelerate", "long-context", task.name.replace("_", "-")],
     )
-    source, adapter = config.architecture.model, config.get("adapter", "none")
-    origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
-    if source and config.architecture.is_function:
-        origin = f"that `{_public(source)}` builds, trained"
-    if adapter != "none":
-        origin += f" by {'LoRA' if adapter == 'lora' else 'QLoRA'} of rank {config.get('lora_rank')}"
+    source, adapter, rank = config.architecture.model, config.get("adapter", "none"), config.get("lora_rank")
+    given = "that `{}` builds, trained" if config.architecture.is_function else "fine-tuned from `{}`"
+    by = {"none": "", "lora": " by LoRA of rank {}", "qlora": " by QLoRA of rank {}"}[adapter].format(rank)
+    origin = (given.format(_public(source)) if source else "trained from scratch") + by
     settings = {**to_values(config), **summary}
     facts = {
         **{name: str(settings[name]) for name in _SETTINGS if settings.get(name) is not None},
