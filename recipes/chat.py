@@ -169,7 +169,7 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: {what}; the columns are {', '.join(row)}. {name}.")
     messages = [message_of(message, where) for message in found]
     if not isinstance(row.get("system") or "", str):
-        raise UserError(f"{where}: its system is not text but {type(row['system']).__name__}.")
+        raise UserError(f"{where}: its system is not text but {kind_of(row['system'])}.")
     if (row.get("system") or "").strip():
         if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
             raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
@@ -209,8 +209,14 @@ def message_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise UserError(f"{where}: a message of {role} has a content that is not text but {type(content).__name__}.")
+        raise UserError(f"{where}: a message of {role} has a content that is not text but {kind_of(content)}.")
     return {**message, "content": content}
+
+
+def kind_of(value: Any) -> str:
+    """The type of ``value`` in a message, with what to do about a text that 🤗 Datasets has read as a time."""
+    remedy = ": 🤗 Datasets reads texts of a JSON file so where all are dates; save them as Parquet, which keeps texts"
+    return type(value).__name__ + (remedy if isinstance(value, date) else "")
 
 
 class Task(causal_lm.Task):

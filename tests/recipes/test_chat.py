@@ -180,7 +180,7 @@ def test_tools_come_along_and_conversations_without_a_message_are_empty(
         ({"messages": [{**QUESTION, "role": ["user"]}]}, r"row 1: a message of the role \['user'\]: rename it"),
         ({"conversations": [{"from": "bot", "value": "2"}]}, "row 1: a message of the role 'bot': rename it"),
         ({"messages": [{**QUESTION, "content": [{"type": "image", "text": None}]}]}, "row 1: .* user has a content"),
-        ({"prompt": "When?", "completion": "2024-01-01"}, "row 1: .* assistant has a content .* not text but datetime"),
+        ({"prompt": "When?", "completion": "2024-01-01"}, "row 1: .* not text but datetime: .* save them as Parquet"),
     ],
 )
 def test_rows_without_a_conversation_are_named(
@@ -284,8 +284,12 @@ def test_columns_of_other_names_and_a_system_text_that_looks_like_a_date(
     ):
         documents(recipe, path=path)
     dated = written(tmp_path / "dated.jsonl", {"prompt": "two?", "completion": "2", "system": "2024-01-02"})
-    with pytest.raises(UserError, match="row 1: its system is not text but datetime"):
+    with pytest.raises(UserError, match=r"row 1: its system is not text but datetime: .* save them as Parquet"):
         documents(recipe, path=str(dated))
+    table = datasets.Dataset.from_list([{"prompt": "two?", "completion": "2", "system": "2024-01-02"}])
+    table.to_parquet(tmp_path / "dated.parquet")  # the remedy
+    [row] = documents(recipe, path=str(tmp_path / "dated.parquet"))["train"]["text"]
+    assert json.loads(row)["messages"][0] == {"role": "system", "content": "2024-01-02"}
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])
