@@ -55,6 +55,7 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     A row has ``messages``, each with ``role`` and ``content``; or ``conversations``, each with ``from`` and ``value``;
     or a ``prompt`` and its ``completion``, as texts or as messages; or, as Alpaca, an ``instruction``, perhaps an
     ``input`` and a ``history`` of earlier pairs, and the ``output``. ``tools`` and a text ``system`` may come along.
+    Completions with the ``label`` false, as for KTO, are left out.
 
     Raises UserError for another row; UsageError for unknown options, or a task that would read the JSON as plain text.
     """
@@ -155,7 +156,7 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = [name for name in ("messages", "conversations") if name in row]
     found = next((row[name] for name in names if row[name] is not None), [] if names else None)
     if {"prompt", "completion"} <= row.keys() and not found:
-        found = _pair(row["prompt"], row["completion"])
+        found = [] if row.get("label") is False else _pair(row["prompt"], row["completion"])  # False: KTO's bad answers
     if {"instruction", "output"} <= row.keys() and not found:
         try:
             question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
@@ -168,13 +169,14 @@ def conversation_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = "Name a question's and its answer's columns as prompt and completion of --dataset_options"
         raise UserError(f"{where}: {what}; the columns are {', '.join(row)}. {name}.")
     messages = [message_of(message, where) for message in found]
-    if not isinstance(row.get("system") or "", str):
-        raise UserError(f"{where}: its system is not text but {kind_of(row['system'])}.")
-    if (row.get("system") or "").strip():
-        if messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != row["system"].strip():
+    system = row.get("system") or row.get("system_prompt") or ""  # the latter is OpenOrca's
+    if not isinstance(system, str):
+        raise UserError(f"{where}: its system is not text but {kind_of(system)}.")
+    if system.strip() and found:
+        if messages[0]["role"] == "system" and messages[0]["content"].strip() != system.strip():
             raise UserError(f"{where}: a system text and a system message that differ. Keep one of them.")
-        is_there = bool(messages) and messages[0]["role"] == "system"
-        messages = messages if is_there else [{"role": "system", "content": row["system"]}, *messages]
+        is_there = messages[0]["role"] == "system"
+        messages = messages if is_there else [{"role": "system", "content": system}, *messages]
     others = {name: row.get(name) for name in ("tools", "chat_template_kwargs")}
     for name, text in others.items():
         if isinstance(text, str):

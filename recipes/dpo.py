@@ -36,6 +36,7 @@ OPTIONAL = (str, type(None))
 # beta: what it costs to move away from the reference; its default is that of TRL. The others are those of chat, too.
 KINDS = {"path": str, "config": OPTIONAL, "split": str, "validation_split": OPTIONAL, "beta": (float, int)}
 BETA = 0.1
+OTHERS = ("system", "system_prompt", "tools", "chat_template_kwargs")  # columns that may come with an answer
 TURNS = {"Human": "user", "Assistant": "assistant"}
 ASKED = ("instruction", "question", "input")  # columns that some data sets have instead of prompt
 TURN = re.compile(r"\n\n(Human|Assistant):")  # in the texts of Anthropic's hh-rlhf
@@ -76,7 +77,7 @@ def pair_of(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     elif "prompt" not in given:
         raise UserError(f"{where}: two answers without a prompt; {columns}. Name the question's column prompt.")
     is_pair = prompt and chosen != rejected and _answers(chosen) and _answers(rejected)
-    others = {name: value for name, value in row.items() if name in ("system", "tools", "chat_template_kwargs")}
+    others = {name: value for name, value in row.items() if name in OTHERS}
     found = chat.conversation_of({**others, "messages": prompt}, where) if is_pair else {"messages": []}
     return {**found, "chosen": chosen, "rejected": rejected}
 

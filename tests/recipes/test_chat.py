@@ -55,6 +55,11 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
     [
         ({"messages": [QUESTION, ANSWER], "id": 1}, [QUESTION, ANSWER]),
         ({"prompt": "two?", "completion": "2"}, [ASKED, ANSWER]),
+        ({"prompt": "two?", "completion": "2", "label": True}, [ASKED, ANSWER]),
+        (
+            {"prompt": "two?", "completion": "2", "system_prompt": "short"},
+            [{"role": "system", "content": "short"}, ASKED, ANSWER],
+        ),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, [ASKED, ANSWER]),
         (  # what the prompt says for the assistant is not trained on
             {"prompt": [QUESTION, {"from": "gpt", "value": "2"}, QUESTION], "completion": [ANSWER]},
@@ -107,13 +112,15 @@ def test_rows_of_several_kinds_in_a_file_are_all_read_and_one_without_an_answer_
         {"prompt": "", "completion": "2"},
         {"instruction": "two?", "input": "", "output": "2"},
         {"instruction": "two?", "input": "", "output": None},
+        {"prompt": "two?", "completion": "3", "label": False},  # of KTO: not to be learned
+        {"prompt": "", "completion": "2", "system": "short"},
     ]
     found = documents(load_recipe("chat"), path=str(written(tmp_path / "chats.jsonl", *rows)))["train"]["text"]
     assert [json.loads(text)["messages"] for text in (*found[:3], found[5])] == [
         *[[QUESTION, ANSWER]] * 2,
         *[[ASKED, ANSWER]] * 2,
     ]
-    assert (*found[3:5], found[6]) == ("", "", "")
+    assert [*found[3:5], *found[6:]] == [""] * 5
 
 
 @pytest.mark.parametrize("name", ["chat", "summaries"])

@@ -92,6 +92,7 @@ def test_tools_and_a_system_text_come_along(recipe: ModuleType, tokenizer: Any) 
     row = {"prompt": "two?", "chosen": "2", "rejected": "3", "system": "be brief", "tools": '[{"name": "f"}]'}
     found = recipe.pair_of(row, "row 1")
     assert found["messages"] == [{"role": "system", "content": "be brief"}, ASK] and found["tools"] == [{"name": "f"}]
+    assert recipe.pair_of({**row, "system": None, "system_prompt": "be brief"}, "row 1") == found
     tokenizer.chat_template = "{{ tools | length if tools else 0 }}" + CHATML
     [example] = task_of(recipe).cut(json.dumps(found), [], None, tokenizer)
     for name, said in (("tokens", "2"), ("rejected", "3")):
