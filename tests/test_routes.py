@@ -358,10 +358,8 @@ def test_pairs_as_shown_in_the_docs_know_which_text_a_word_is_in(fork: Fork) -> 
         pair = tokenizer(row["sentence1"], row["sentence2"], truncation=True, return_tensors="pt")
         assert pair["input_ids"].shape[1] <= 16 and pair["token_type_ids"].any()
         found = model(**pair, labels=torch.tensor([model.config.label2id[row["label"]]]))
-        right, loss_sum = (
-            right + (model.config.id2label[int(found.logits.argmax())] == row["label"]),
-            loss_sum + found.loss.item(),
-        )
+        right += model.config.id2label[int(found.logits.argmax())] == row["label"]
+        loss_sum += found.loss.item()
     assert model.config.label2id == {"no": 0, "yes": 1} and summary["metric_value"] == right / 40 > 0.9
     assert summary["result"]["validation"]["loss"] == pytest.approx(loss_sum / 40, rel=1e-3)
 

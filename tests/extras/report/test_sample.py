@@ -14,7 +14,7 @@ from torch import nn
 
 from train.config import Config
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.extras.report import sample as of_models
+from train.extras.report import sample as sample_module
 from train.extras.report.sample import sample, sample_of
 from train.tasks import load_task
 
@@ -58,7 +58,7 @@ def test_the_beginning_is_framed_as_the_task_frames_examples(monkeypatch: pytest
 
 
 def test_words_without_an_end_make_a_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_models, "sample", lambda *_: "x" * 100_000)
+    monkeypatch.setattr(sample_module, "sample", lambda *_: "x" * 100_000)
     corpus: Any = SimpleNamespace(splits={"validation": [{"text": "x"}]})
     data = SimpleNamespace(task=None, tokenizer=None, corpus=corpus)
     parts: Any = SimpleNamespace(data=data, state=SimpleNamespace(model=nn.Linear(1, 1)))

@@ -67,7 +67,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
         found = data.examples[name]
         made = sum(map(len, column(found, "member_ids"))) if config.get("packing") else len(found)
         if (gone := len(documents) - made) > 0:
-            lines.append(f"at least {gone:,} of {len(documents):,} {name} documents gave no example: too short or long")
+            lines.append(f"at least {gone:,} of {len(documents):,} {name} documents gave no example, perhaps by length")
     read, known = {*task.encode_settings, task.target_share}, fields()
     optimizer, schedule = config.optimization.optimizer, config.optimization.lr_scheduler
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")

@@ -31,10 +31,11 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         datasets=[dataset] if dataset and "/" in dataset else None,
         tags=["accelerate", "long-context", task.name.replace("_", "-")],
     )
-    source, adapter, rank = config.architecture.model, config.get("adapter", "none"), config.get("lora_rank")
+    source, adapter = config.architecture.model, config.get("adapter", "none")
     given = "that `{}` builds, trained" if config.architecture.is_function else "fine-tuned from `{}`"
-    by = {"none": "", "lora": " by LoRA of rank {}", "qlora": " by QLoRA of rank {}"}[adapter].format(rank)
-    origin = (given.format(_public(source)) if source else "trained from scratch") + by
+    origin = given.format(_public(source)) if source else "trained from scratch"
+    kind = {"lora": "LoRA", "qlora": "QLoRA"}.get(adapter, adapter)
+    origin += f" by {kind} of rank {config.get('lora_rank')}" if adapter != "none" else ""
     settings = {**to_values(config), **summary}
     facts = {
         **{name: str(settings[name]) for name in _SETTINGS if settings.get(name) is not None},
@@ -42,9 +43,8 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         "training time": shown(summary, "training_seconds", duration),
         "tokens per second": shown(summary, "tokens_per_second", count),
         "peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
-        **machine_facts(summary),
+        **{n: v for n, v in machine_facts(summary).items() if n != "Platform"},  # a kernel says nothing of the model
     }
-    facts.pop("Platform", None)  # the kernel's release says nothing about the model
     results = summary.get("result") or {}
     rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
     names = list(dict.fromkeys(name for row in rows for name in row if name != "data"))
