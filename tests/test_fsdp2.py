@@ -66,7 +66,7 @@ def variables_of_launch(file: str, processes: int, options: tuple[Any, ...]) -> 
     """The environment in which accelerate's launcher would start the processes."""
     variables: dict[str, str] = {}
 
-    def starts(command: Any, env: dict[str, str] | None = None) -> Any:
+    def starts(command: Any, env: dict[str, str] | None = None, **_: Any) -> Any:
         variables.update(env or os.environ)
         return SimpleNamespace(wait=lambda: None, returncode=0)
 

@@ -351,8 +351,11 @@ def test_models_that_cannot_keep_documents_apart_are_refused(
         attention.check_documents(model)
 
 
-def test_a_model_is_tried_with_the_attention_that_it_trains_with() -> None:
-    """Eager attention of both directions makes no mask between documents."""
+def test_a_model_is_tried_with_the_attention_that_it_trains_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def over_the_row(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2), None
+
+    monkeypatch.setattr("transformers.models.bert.modeling_bert.eager_attention_forward", over_the_row)
     for kind, is_apart in (("sdpa", True), ("eager", False)):
         config = AutoConfig.for_model("bert", **MASKED["bert"])
         model = AutoModelForMaskedLM.from_config(config, attn_implementation=kind)
