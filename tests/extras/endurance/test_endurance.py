@@ -250,3 +250,15 @@ def test_a_process_meant_to_be_one_of_several_stops(name: str) -> None:
         refuse_strangers(harmless, 1)
     with pytest.raises(UserError, match="asked for several processes and started one"):
         refuse_strangers({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, 1)
+
+
+@pytest.mark.parametrize(("parent", "launched", "is_told"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_a_launcher_that_sigterm_does_not_reach_is_told(
+    parent: int, launched: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.getppid", lambda: parent)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    Extra().started(run_with())
+    assert ("SIGTERM does not reach" in capsys.readouterr().out) is is_told

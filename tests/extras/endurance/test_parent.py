@@ -10,17 +10,21 @@ import time
 from pathlib import Path
 
 import pytest
-from support import ROOT
+import torch
+from packaging.version import Version
+from support import ACCELERATE_LAUNCH, ROOT
 from test_multi_node import children, is_alive, until
 
 from train.checkpoint import verify
 from train.figures import read_metrics
+from train.records import EXIT_STOPPED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 FOLLOWS = (
     "from train.extras.endurance.lost_rank import follow_launcher; import time; follow_launcher(); "
     "print('on', flush=True); "
 )
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -74,6 +78,72 @@ def test_run_writes_a_checkpoint_and_ends_when_accelerate_launch_dies(
     [checkpoint] = (output / "checkpoints").iterdir()
     assert verify(checkpoint) is None
     assert "stopped by SIGTERM" in log.read_text()
+
+
+def can_be_first() -> bool:
+    """Whether a command can be the first process of a namespace, as that of a container is."""
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_first_process_of_a_container_gets_sigterm_without_a_launcher(
+    recipe: Path, tmp_path: Path, has_launcher: bool
+) -> None:
+    if not can_be_first():
+        pytest.skip("needs the right to make namespaces")
+    output, log = tmp_path / "run", tmp_path / "log"
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"] * has_launcher
+    command = [*NAMESPACE, sys.executable, *launch, "train/main.py", "--config", str(recipe)]
+    with log.open("w") as file:
+        outside = subprocess.Popen(
+            [*command, "--output_dir", str(output), "--num_epochs", "10000"], cwd=ROOT, stdout=file, stderr=file
+        )
+    until(lambda: (output / "metrics.jsonl").exists() and read_metrics(output / "metrics.jsonl"))
+    [first] = children(outside.pid)
+    os.kill(first, signal.SIGTERM)
+    if has_launcher:
+        time.sleep(5)
+        assert is_alive(first)
+        outside.kill()  # and all that is in the namespace
+        outside.wait()
+        assert list((output / "checkpoints").iterdir()) == []
+    else:
+        assert outside.wait(60) == EXIT_STOPPED
+        [checkpoint] = (output / "checkpoints").iterdir()
+        assert verify(checkpoint) is None
+    note = "signals: accelerate launch is the first process of its container, which SIGTERM does not reach"
+    assert (note in log.read_text()) is has_launcher
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="does not read the variable")
+@pytest.mark.parametrize("seconds", [1, 60])
+def test_launcher_of_several_processes_waits_for_them_as_long_as_it_is_told(tmp_path: Path, seconds: int) -> None:
+    """With ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, as docs/reliability.md says; by default that is half a minute."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "asked = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "own = Path(sys.argv[1]) / os.environ['RANK']\n"
+        "own.mkdir()\n"
+        "while not asked:\n"
+        "    time.sleep(0.1)\n"
+        "time.sleep(4)\n"
+        "(own / 'saved').touch()\n"
+    )
+    command = [*ACCELERATE_LAUNCH, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
+    launcher = subprocess.Popen(
+        [str(part) for part in (*command, script, tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)},
+    )
+    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(60)
+    assert [(tmp_path / rank / "saved").exists() for rank in "01"] == [seconds == 60] * 2
 
 
 def test_processes_that_a_run_forks_are_killed_with_it() -> None:

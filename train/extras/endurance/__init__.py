@@ -106,6 +106,9 @@ class Extra(extras.Extra):
     def started(self, run: Run) -> None:
         if run.launch.world_size > 1 and hasattr(signal, "SIGHUP"):  # Windows has no such lock
             refuse_separate(run.outputs.folder, run.launch.rank == 0)
+        if os.getppid() == 1 and run.launch.world_size == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:
+            what = "accelerate launch is the first process of its container, which SIGTERM does not reach"
+            run.outputs.note(f"signals: {what}; to stop with a checkpoint, start python train/main.py instead")
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -180,8 +183,7 @@ class Extra(extras.Extra):
         examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
         values = {"grad_norm": outcome.grad_norm, "loss_scale": loss_scale, "examples": sorted(examples)}
         run.outputs.record(run, "skipped", progress.step, values)
-        in_a_row = progress.consecutive_nonfinite_steps
-        if in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
+        if (in_a_row := progress.consecutive_nonfinite_steps) >= run.config.of(Options).max_consecutive_nonfinite_steps:
             why = f"step {progress.step}: no finite gradient in {in_a_row} steps in a row; none changed a weight. "
             why += "" if loss_scale is None else "fp16 overflows: try --mixed_precision bf16. "
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate."
@@ -275,8 +277,7 @@ class Extra(extras.Extra):
 
 def said_by(run: Run, by_first: Callable[[str], object]) -> Callable[[str], object]:
     """The function that shows a line: ``by_first`` on rank 0, a plain print on others, whose outputs are silent."""
-    rank = run.launch.rank
-    return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else by_first
+    return partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if (rank := run.launch.rank) else by_first
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
@@ -292,6 +293,5 @@ def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
         raise UserError(f"{what}. {remedy}; for one process unset {alone}.")
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:
-        remedy = "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it"
-        what = "the launcher was asked for several processes and started one"
-        raise UserError(f"{what}. On CPUs use accelerate_configs/ddp.yaml {remedy}.")
+        what = "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml"
+        raise UserError(f"{what} without --cpu; for one process give --num_processes 1 and unset MASTER_PORT.")
