@@ -137,6 +137,15 @@ def test_failure_and_success_are_not_requeued_whatever_an_earlier_run_left(
     assert requeued(tmp_path) == 0
 
 
+@pytest.mark.parametrize(("variables", "seconds"), [({}, 30.0), ({"TQDM_MININTERVAL": "5"}, 5.0)])
+def test_the_progress_bar_does_not_fill_the_log(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, variables: dict[str, str], seconds: float
+) -> None:
+    shows = f"{sys.executable} -c 'from train.outputs import tqdm; print(\"interval\", tqdm([]).mininterval)'"
+    assert slurm(srun=shows, **variables).wait(60) == 0
+    assert f"interval {seconds}\n" in (tmp_path / "stand-in" / "log").read_text()
+
+
 @pytest.mark.parametrize(
     ("config", "seconds"), [("SlurmctldTimeout = 120 sec\nSlurmdTimeout           = 200 sec", 260), ("", 360)]
 )
