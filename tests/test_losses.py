@@ -376,7 +376,7 @@ def with_loss(model: nn.Module, loss: str = "full", objective: Objective = PLAIN
 
 
 def choice(asked: str, model: nn.Module, place: Place = CPU) -> str:
-    return choose_loss(asked, ModelWithLoss(model), place)
+    return choose_loss(asked, ModelWithLoss(model), place)[0]
 
 
 def test_scores_are_plain_cross_entropy_whatever_is_minimised() -> None:
@@ -588,26 +588,48 @@ class OwnScores(Task):
         return Scores(logits.new_zeros(len(labels)), logits.argmin(-1))
 
 
-@pytest.mark.parametrize("task", [OwnLoss, OwnScores])
-def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -> None:
+def test_a_task_with_a_loss_of_its_own_keeps_all_logits() -> None:
     model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
-    assert choose_loss("auto", ModelWithLoss(model, task=Task), CPU) == "chunked"
-    own = ModelWithLoss(model, task=task)
-    assert choose_loss("auto", own, CPU) == "full"
+    assert choice("auto", model) == "chunked"
+    own = ModelWithLoss(model, task=OwnLoss)
+    assert choose_loss("auto", own, CPU) == ("full", "its task has a loss of its own")
     with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
         choose_loss("chunked", own, CPU)
     measure = Extra().memory_measure(run_for(Config()), own)
     assert measure is not None
     assert not measure[1]()
     smoothing = Config().changed(label_smoothing=0.1, model="own:model", tokenizer="bytes")
-    if task is OwnLoss:
-        with pytest.raises(UserError, match="label_smoothing and z_loss are for cross-entropy"):
-            Extra().change_loss(run_for(smoothing), own)
-        torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
-    else:
-        scores = own(*batch(), scored=True)
-        assert isinstance(scores, Scores)
-        assert torch.equal(scores.predictions, model(**batch()[0]).logits.argmin(-1))
+    with pytest.raises(UserError, match="label_smoothing and z_loss are for cross-entropy"):
+        Extra().change_loss(run_for(smoothing), own)
+    torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
+
+
+def test_scores_of_its_own_leave_a_task_the_loss_in_chunks() -> None:
+    """An evaluation alone computes all logits."""
+    model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    expected, logits = ModelWithLoss(model)(*batch()), model(**batch()[0]).logits
+    own = ModelWithLoss(model, task=OwnScores)
+    run = run_for(Config().changed(tokenizer="bytes"))
+    Extra().change_loss(run, own)
+    assert own.loss_in_head is not None
+    torch.testing.assert_close(own(*batch()), expected)
+    scores = own(*batch(), scored=True)
+    assert isinstance(scores, Scores)
+    assert torch.equal(scores.predictions, logits.argmin(-1))
+
+
+def test_what_keeps_a_model_from_a_loss_in_chunks_is_told() -> None:
+    few, many = network("llama"), network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    capped = network("gemma2", vocab_size=MIN_CHUNKED_CLASSES, num_key_value_heads=2, head_dim=8)
+    needs = "all logits at once, which the model needs: "
+    for model, how in (
+        (ModelWithLoss(few, task=OwnLoss), "all logits at once"),
+        (ModelWithLoss(many, task=OwnLoss), f"{needs}its task has a loss of its own"),
+        (ModelWithLoss(capped), f"{needs}it changes the logits after its output embedding"),
+    ):
+        run = run_for(Config().changed(tokenizer="bytes"))
+        Extra().change_loss(run, model)
+        assert run.outputs.notes == [f"loss: full (auto), {how}"]
 
 
 def test_a_cast_of_logits_to_the_type_that_they_have_is_no_use_of_them() -> None:

@@ -212,10 +212,10 @@ def test_a_model_that_computes_with_its_logits_gets_all_of_them(is_hooked: bool)
     sizes: dict[str, Any] = {"vocab_size": 4608, "num_key_value_heads": 1, **SIZES}
     model, seen = (Llama if is_hooked else Regularised)(transformers.LlamaConfig(**sizes)).train(), list[Any]()
     place = Place("cpu", torch.float32)
-    assert choose_loss("auto", ModelWithLoss(Llama(model.config)), place) == "chunked"
+    assert choose_loss("auto", ModelWithLoss(Llama(model.config)), place) == ("chunked", None)
     if is_hooked:
         model.lm_head.register_forward_hook(lambda head, inputs, logits: seen.append(logits.mT.max()))  # by a view
-    assert choose_loss("auto", ModelWithLoss(model), place) == "full"
+    assert choose_loss("auto", ModelWithLoss(model), place)[0] == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: it computes with its logits"):
         choose_loss("chunked", ModelWithLoss(model), place)
 

@@ -36,7 +36,7 @@ class Extra(extras.Extra):
 
         asked, terms, accelerator = run.config.of(Options).loss, chunked.objective_of(run.config), run.accelerator
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
-        kind = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
+        kind, obstacle = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         own = model.loss_in_head is not None  # which the task or another extra has set
         if terms != chunked.PLAIN:
             if own or model.loss_sum is not cross_entropy_sum:
@@ -44,7 +44,8 @@ class Extra(extras.Extra):
             model.loss_sum = terms.loss_sum
         if kind != "full" and not own:
             in_head.use_loss_in_head(model, kind, terms)
-        run.outputs.note("loss: the task's or an extra's" if own else in_head.describe_loss(kind, terms, asked, place))
+        how = in_head.describe_loss(kind, terms, asked, place, obstacle)
+        run.outputs.note("loss: the task's or an extra's" if own else how)
 
     def memory_measure(self, run: Run, model: Any) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import chunked, in_head

@@ -76,10 +76,6 @@ def _sum(
         return losses.to(torch.promote_types(dtype, torch.float32)).sum()
 
 
-def cce_sum(*tensors: Any, **options: Any) -> Tensor:
-    return _sum(cut_cross_entropy, *tensors, **options)
-
-
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package.
 
@@ -90,6 +86,9 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
     # The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
     options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": "cce_kahan_full_c"}
     return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+
+
+cce_sum = partial(_sum, cut_cross_entropy)
 
 
 def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective = PLAIN, **options: Any) -> Tensor:

@@ -47,6 +47,8 @@ class LossInHead:
     def __call__(
         self, model: ModelWithLoss, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: int | None
     ) -> Tensor | Scores:
+        if scored and model.scores is not cross_entropy_scores:  # the task's, of all logits
+            return model.scores(logits_of(model.model(**inputs)), labels)
         kept: list[Scores] = []
 
         def score(*tensors: Any) -> Tensor:
@@ -118,27 +120,24 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
 
 def choose_loss(
     asked: str, model: ModelWithLoss, place: Place, objective: Objective = PLAIN, installed: bool | None = None
-) -> str:
-    """The loss that ``model`` will use: full, chunked, cce or liger.
+) -> tuple[str, str | None]:
+    """The loss that ``model`` will use, full, chunked, cce or liger, and what it needs all logits for, if it does.
 
     ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
     Raises UserError if it does not work with this model or device, or its package is not ``installed`` (None: look).
     """
-    head = head_of(model.model)
-    many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
-    if asked == "full" or (asked == "auto" and not many):
-        return "full"
-    obstacle = "its task has a loss or scores of its own"
-    is_cross_entropy = isinstance(getattr(model.loss_sum, "__self__", None), Objective)  # with smoothing or z-loss
-    if (is_cross_entropy or model.loss_sum is cross_entropy_sum) and model.scores is cross_entropy_scores:
-        obstacle = obstacle_to_chunks(model.model)
+    classes = len(head.weight) if isinstance(head := head_of(model.model), nn.Linear) else 0
+    if asked == "full" or (asked == "auto" and classes < MIN_CHUNKED_CLASSES):
+        return "full", None
+    own = model.loss_sum is not cross_entropy_sum and not isinstance(getattr(model.loss_sum, "__self__", 0), Objective)
+    obstacle = "its task has a loss of its own" if own else obstacle_to_chunks(model.model)
     if asked == "auto":
-        return "full" if obstacle else best_kernel(place, objective)
+        return ("full" if obstacle else best_kernel(place, objective)), obstacle
     if obstacle:
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
-    return asked
+    return asked, None
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, is_replicated: bool = False) -> Place:
@@ -149,11 +148,12 @@ def place_of(model: nn.Module, device: torch.device, precision: str, is_replicat
     return Place(device.type, dtype, capability, is_replicated)
 
 
-def describe_loss(kind: str, objective: Objective, asked: str, place: Place) -> str:
-    """A line about the loss that a run uses, and about a faster one that is not installed."""
+def describe_loss(kind: str, objective: Objective, asked: str, place: Place, obstacle: str | None = None) -> str:
+    """A line about the loss that a run uses, why not in chunks, and about a faster one that is not installed."""
     ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
-    how = ", ".join([ways.get(kind, "never all logits, by its package"), *terms])
+    why = [f"which the model needs: {obstacle}"] if obstacle else []
+    how = ", ".join([ways.get(kind, "never all logits, by its package"), *why, *terms])
     # In bf16 on an H200 chunks took up to 1.85 × the time of all logits, Liger up to 1.28 ×.
     is_slow = (kind, asked, place.dtype) == ("chunked", "auto", torch.bfloat16)
     if is_slow and obstacle_to("liger", place, objective, installed=True) is None:
