@@ -542,18 +542,57 @@ def test_model_in_chunks_can_be_copied() -> None:
     assert torch.equal(step(other)[0], step(chunked)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 5.0}),
-        ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.5}),
-        ("granite", {"num_key_value_heads": 2, "logits_scaling": 4.0}),
-    ],
-)
-def test_models_that_change_their_logits_keep_them(name: str, fields: dict[str, Any]) -> None:
-    model = network(name, vocab_size=MIN_CHUNKED_CLASSES, **fields)
+CHANGED = {
+    "gemma2": {"final_logit_softcapping": 0.05},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 4.0},
+}
+
+
+@pytest.mark.parametrize("terms", [PLAIN, Objective(0.1, 1e-2)])
+@pytest.mark.parametrize("name", CHANGED)
+def test_models_that_scale_or_cap_their_logits_get_their_loss_in_chunks(
+    name: str, terms: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "MIN_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS_BYTES", 0)
+    small: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, **CHANGED[name]}
+    model = network(name, vocab_size=MIN_CHUNKED_CLASSES, **small)
+    whole, parts = with_loss(model, "full", terms), ModelWithLoss(copy.deepcopy(model))
+    parts.loss_sum = terms.loss_sum
+    kind, objective, obstacle = choose_loss("auto", parts, CPU, terms)
+    assert (kind, obstacle) == ("chunked", None)
+    assert objective != terms
+    expected, scores = step(whole), whole(*batch(), scored=True)
+    use_loss_in_head(parts, kind, objective)
+    torch.testing.assert_close(step(parts), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(parts(*batch(), scored=True), scores, rtol=1e-10, atol=1e-13)
+
+
+class Twisted(transformers.LlamaForCausalLM):
+    """Changes its logits in another way, in training alone, or makes something else of them, too."""
+
+    way = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        logits = output.logits
+        if self.way == "shifts":
+            output.logits = logits + 1
+        if self.way == "trains" and self.training:
+            output.logits = logits * 2
+        if self.way == "loss":
+            output.logits, output["aux_loss"] = logits * 2, logits.square().mean()
+        return output
+
+
+@pytest.mark.parametrize("way", ["shifts", "trains", "loss"])
+def test_models_that_change_their_logits_otherwise_keep_them(way: str) -> None:
+    model = Twisted(network("llama", vocab_size=MIN_CHUNKED_CLASSES).config)
+    assert choice("auto", model) == "chunked"
+    model.way = way
     assert choice("auto", model) == choice("full", model) == "full"
-    with pytest.raises(UserError, match="loss: chunked does not work with this model: it changes the logits"):
+    with pytest.raises(UserError, match="loss: chunked does not work with this model: it does more with its logits"):
         choice("chunked", model)
 
 
@@ -592,7 +631,7 @@ def test_a_task_with_a_loss_of_its_own_keeps_all_logits() -> None:
     model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
     assert choice("auto", model) == "chunked"
     own = ModelWithLoss(model, task=OwnLoss)
-    assert choose_loss("auto", own, CPU) == ("full", "its task has a loss of its own")
+    assert choose_loss("auto", own, CPU)[::2] == ("full", "its task has a loss of its own")
     with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
         choose_loss("chunked", own, CPU)
     measure = Extra().memory_measure(run_for(Config()), own)
@@ -620,12 +659,12 @@ def test_scores_of_its_own_leave_a_task_the_loss_in_chunks() -> None:
 
 def test_what_keeps_a_model_from_a_loss_in_chunks_is_told() -> None:
     few, many = network("llama"), network("llama", vocab_size=MIN_CHUNKED_CLASSES)
-    capped = network("gemma2", vocab_size=MIN_CHUNKED_CLASSES, num_key_value_heads=2, head_dim=8)
-    needs = "all logits at once, which the model needs: "
+    shifting, needs = Twisted(many.config), "all logits at once, which the model needs: "
+    shifting.way = "shifts"
     for model, how in (
         (ModelWithLoss(few, task=OwnLoss), "all logits at once"),
         (ModelWithLoss(many, task=OwnLoss), f"{needs}its task has a loss of its own"),
-        (ModelWithLoss(capped), f"{needs}it changes the logits after its output embedding"),
+        (ModelWithLoss(shifting), f"{needs}it does more with its logits than to scale or cap them"),
     ):
         run = run_for(Config().changed(tokenizer="bytes"))
         Extra().change_loss(run, model)
@@ -635,7 +674,7 @@ def test_what_keeps_a_model_from_a_loss_in_chunks_is_told() -> None:
 def test_a_cast_of_logits_to_the_type_that_they_have_is_no_use_of_them() -> None:
     """mamba writes lm_head(x).float()."""
     config = transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
-    assert obstacle_to_chunks(transformers.MambaForCausalLM(config)) is None
+    assert obstacle_to_chunks(transformers.MambaForCausalLM(config))[0] is None
 
 
 def test_logits_that_are_changed_in_place_are_used() -> None:
@@ -645,7 +684,7 @@ def test_logits_that_are_changed_in_place_are_used() -> None:
             output.logits *= 0.25
             return output
 
-    assert "computes with its logits" in str(obstacle_to_chunks(Scaled(network("llama").config)))
+    assert "does more with its logits" in str(obstacle_to_chunks(Scaled(network("llama").config))[0])
 
 
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
@@ -653,7 +692,7 @@ def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
     model.model.eval()
     before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
     modes, head = [m.training for m in model.modules()], type(model.lm_head)
-    assert obstacle_to_chunks(model) is None
+    assert obstacle_to_chunks(model)[0] is None
     assert torch.equal(torch.get_rng_state(), before)
     assert [m.training for m in model.modules()] == modes and type(model.lm_head) is head
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -663,11 +702,11 @@ def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_models_without_real_weights_are_judged_alike(name: str) -> None:
     with torch.device("meta"):
-        assert obstacle_to_chunks(network(name)) is None
+        assert obstacle_to_chunks(network(name))[0] is None
     with FakeTensorMode():
         model = network(name, torch.float32)
-        assert obstacle_to_chunks(model) is None
-    assert obstacle_to_chunks(model) is None
+        assert obstacle_to_chunks(model)[0] is None
+    assert obstacle_to_chunks(model)[0] is None
 
 
 # Mixtures of experts

@@ -32,11 +32,9 @@ def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> s
         try:  # What a prediction counts, and the device that it builds on, do not matter here.
             with _disable_current_modes(), torch.device(device), mode, uncompiled, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about tensors without values
-                problem = trial(without_weights(model, device).eval())
+                return trial(without_weights(model, device).eval())
         except Exception as error:  # models fail in their own ways
             problem = f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"
-        if problem is None:
-            break
     return problem
 
 

@@ -255,8 +255,7 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
     To be called on every rank before the first step, when the optimizer has no state yet.
     """
     with _leaving_no_trace(run, parts.model, parts.optimizer):
-        # First make the optimizer's state: every step but the first has it, and a step whose gradients overflow, as
-        # may happen at the first loss scale, would not make it.
+        # First its state, which all later steps have: a step whose gradients overflow, as in fp16, would not make it.
         make_optimizer_state(run, parts.model, parts.optimizer)
         with run.extras.inside("computing", "forward", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)

@@ -36,15 +36,15 @@ class Extra(extras.Extra):
 
         asked, terms, accelerator = run.config.of(Options).loss, chunked.objective_of(run.config), run.accelerator
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
-        kind, obstacle = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
+        kind, whole, obstacle = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         own = model.loss_in_head is not None  # which the task or another extra has set
         if terms != chunked.PLAIN:
             if own or model.loss_sum is not cross_entropy_sum:
                 raise UserError("label_smoothing and z_loss are for cross-entropy; this run has another loss. Use 0.")
             model.loss_sum = terms.loss_sum
         if kind != "full" and not own:
-            in_head.use_loss_in_head(model, kind, terms)
-        how = in_head.describe_loss(kind, terms, asked, place, obstacle)
+            in_head.use_loss_in_head(model, kind, whole)
+        how = in_head.describe_loss(kind, whole, asked, place, obstacle)
         run.outputs.note("loss: the task's or an extra's" if own else how)
 
     def memory_measure(self, run: Run, model: Any) -> tuple[str, Callable[[], bool]] | None:
@@ -53,8 +53,8 @@ class Extra(extras.Extra):
         def chunk() -> bool:
             place = in_head.place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision)
             with suppress(UserError):  # it does not work with this model
-                in_head.choose_loss("chunked", model, place)
-                in_head.use_loss_in_head(model, "chunked", chunked.objective_of(run.config))
+                terms = in_head.choose_loss("chunked", model, place, chunked.objective_of(run.config))[1]
+                in_head.use_loss_in_head(model, "chunked", terms)
             return model.loss_in_head is not None
 
         return None if model.loss_in_head else ("the loss never holds all logits from now on", chunk)

@@ -31,14 +31,15 @@ class Objective:
 
     label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
     z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
+    scale: float = 1.0  # by which a model multiplies what its output embedding gives
+    softcap: float = 0.0  # c, if it makes c · tanh(x / c) of that (Gemma 2, arXiv 2408.00118, section 2)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """() summed over the positions whose label is not IGNORE."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for both terms
         loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         if self.z_loss:
-            log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
-            loss = loss + self.z_loss * log_z.square().sum()
+            loss = loss + self.z_loss * logits.logsumexp(-1).masked_fill(labels == IGNORE, 0).square().sum()
         return loss
 
 
@@ -71,13 +72,13 @@ def chunked_sum(
 
 
 @torch.no_grad()
-def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scores:
+def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float = 0.0) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
     flat, classes, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
     losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(dtype, torch.float32))
     predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
-        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
+        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype), softcap):
             losses[rows], predictions[rows] = cross_entropy(logits, classes[rows]), logits.argmax(-1)
             del logits
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
@@ -106,8 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         if ctx.prepares:
-            # In place: a second backward through the same graph raises. One-dimensional: else the factor would be
-            # rounded to the gradient's type first.
+            # In place: a second backward raises. One-dimensional: else it is rounded to the gradient's type first.
             factor = grad_loss.unsqueeze(0)
             gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
         else:
@@ -134,7 +134,7 @@ def _in_chunks(
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
-        for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype)):
+        for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype), objective.softcap):
             losses, grad = _of_chunk(logits, classes[rows], objective, any(wanted))
             del logits  # before the next chunk's
             loss += losses.masked_fill_(ignored[rows], 0).sum()
@@ -177,6 +177,8 @@ def _of_chunk(logits: Tensor, classes: Tensor, objective: Objective, learns: boo
     grad.scatter_add_(1, column, torch.full_like(column, smoothing - 1, dtype=grad.dtype))
     if smoothing:
         grad.sub_(smoothing / num_classes)
+    if objective.softcap:
+        grad.mul_(1 - (logits / objective.softcap).square())  # the derivative of the tanh
     return losses, grad
 
 
@@ -194,10 +196,11 @@ def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
     return (slice(start, start + tokens) for start in range(0, num_rows, tokens))
 
 
-def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Any, softcap: float) -> Iterator[tuple[slice, Tensor]]:
     """Logits (C, V) of ``hidden`` (N, H), some rows at a time."""
     for rows in rows_by_chunk(len(hidden), len(weight)):
-        yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
+        logits = F.linear(hidden[rows].to(weight.dtype), weight, bias)
+        yield rows, logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:

@@ -1,8 +1,7 @@
 """The loss over a large vocabulary by the kernels of libraries, each where it is right.
 
 ``cce`` is Cut Cross-Entropy (arXiv 2411.09009), which keeps no logits outside the chip; ``liger`` Liger Kernel's fused
-loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Arguments as of
-:func:`train.extras.losses.chunked.chunked_sum`.
+loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Arguments as of ``chunked_sum``.
 """
 
 import inspect
@@ -41,7 +40,7 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
         (kind != "cuda", f"runs only on CUDA devices, and this is a {kind} device: {instead}"),
         (is_cce and place.capability < (8, 0), f"needs a GPU of compute capability 8.0 (Ampere) or newer: {instead}"),
         (is_cce and not is_half, f"multiplies only in bf16 or fp16: give --mixed_precision bf16, or {instead}"),
-        (is_cce and objective != PLAIN, f"does not support label smoothing and z-loss here: {instead}"),
+        (is_cce and objective != PLAIN, f"does not support capped logits, label smoothing and z-loss here: {instead}"),
         (rounds, "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"),
     )
     if obstacle := next((why for is_so, why in cases if is_so), None):
@@ -76,6 +75,10 @@ def _sum(
         return losses.to(torch.promote_types(dtype, torch.float32)).sum()
 
 
+def cce_sum(*tensors: Any, **options: Any) -> Tensor:
+    return _sum(cut_cross_entropy, *tensors, **options)
+
+
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package.
 
@@ -86,9 +89,6 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
     # The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
     options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": "cce_kahan_full_c"}
     return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
-
-
-cce_sum = partial(_sum, cut_cross_entropy)
 
 
 def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective = PLAIN, **options: Any) -> Tensor:
@@ -102,6 +102,6 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, lab
     """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore
 
-    terms = {"lse_square_scale": how.z_loss, "label_smoothing": how.label_smoothing}
+    terms = {"lse_square_scale": how.z_loss, "label_smoothing": how.label_smoothing, "softcap": how.softcap or None}
     exact = {"ignore_index": IGNORE, "reduction": "sum", "accum_dtype": torch.float32}
     return LigerFusedLinearCrossEntropyLoss(**terms, **exact)(weight, hidden, labels, bias)

@@ -1,16 +1,16 @@
 """The loss computed inside the output embedding, where hidden states and weight are, and which one a model gets."""
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
@@ -22,6 +22,7 @@ from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
+POINTS = torch.tensor([2.0**-20, -1.0, 3.0, -20.0, 2.0**30], dtype=torch.float64)  # logits on trial
 _asked = threading.local()  # its ``answer``: see :func:`answered`
 
 
@@ -49,17 +50,19 @@ class LossInHead:
     ) -> Tensor | Scores:
         if scored and model.scores is not cross_entropy_scores:  # the task's, of all logits
             return model.scores(logits_of(model.model(**inputs)), labels)
-        kept: list[Scores] = []
-
-        def score(*tensors: Any) -> Tensor:
-            kept.append(chunked_scores(*tensors, labels=labels))
-            return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
-
-        kinds = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
         terms = {"objective": self.objective} if self.objective != PLAIN else {}  # which cce does not know
-        summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
-        output = answered(model.model, inputs, score if scored else summed)
-        return kept[-1] if scored else with_aux_loss(logits_of(output), output, labels, model.model)
+        sums = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
+        summed = partial(sums[self.kind], num_targets=num_targets, **terms)
+        score, kept = partial(chunked_scores, softcap=self.objective.softcap), list[Any]()
+
+        def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if (scale := self.objective.scale) != 1:
+                hidden, bias = hidden * scale, bias if bias is None else bias * scale
+            kept.append((score if scored else summed)(hidden, weight, bias, labels=labels))
+            return kept[0].loss_sums if scored else kept[0]  # a tensor, which some models scale or cap like logits
+
+        output = answered(model.model, inputs, answer)
+        return kept[0] if scored else with_aux_loss(kept[0], output, labels, model.model)
 
 
 def answered(model: nn.Module, inputs: Mapping[str, Any], answer: Callable[..., Tensor]) -> Any:
@@ -74,70 +77,67 @@ def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLA
     model.loss_in_head = LossInHead(kind, objective)
 
 
-@dataclass(eq=False)
-class _Watch(TorchFunctionMode):
-    """Notices whether anything is computed with a tensor that was ``given`` in place of logits."""
-
-    given: list[Tensor] = field(default_factory=list)
-    is_used: bool = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        versions = [t._version for t in self.given]
-        found = func(*args, **(kwargs or {}))
-        # .float() of the fp32 that it is already; not what changes it in place
-        is_same = any(found is t and t._version == v for t, v in zip(self.given, versions, strict=False))
-        computes = not is_same and (isinstance(found, Tensor) or getattr(func, "__name__", "") != "__get__")  # a shape
-        self.is_used |= computes and any(leaf is t for t in self.given for leaf in tree_leaves((args, kwargs)))
-        return found
-
-
-def obstacle_to_chunks(model: nn.Module) -> str | None:
+def obstacle_to_chunks(model: nn.Module, objective: Objective = PLAIN) -> tuple[str | None, Objective]:
     """Why the loss of ``model`` cannot come from its output embedding, or None where it can: tried on eight tokens.
 
-    A model may scale or cap its logits, or make a loss of its own of them: then it has to compute them.
+    If all that it does with logits is to scale or cap them, the second result is ``objective`` with how.
     """
-    if type(head_of(model)) not in (nn.Linear, LossHead):
-        return "its get_output_embeddings() returns no plain nn.Linear"
+    if type(head := head_of(model)) not in (nn.Linear, LossHead) or head._forward_hooks:
+        return "its get_output_embeddings() returns no plain nn.Linear without hooks", objective
+    found = [objective]
 
     def trial(twin: Any) -> str | None:
-        head, watch = head_of(twin), _Watch()
-        head.__class__, ids = LossHead, head.weight.new_zeros((1, 8), dtype=torch.long)
+        head_of(twin).__class__ = LossHead
+        inputs = inputs_on_trial(twin, head_of(twin).weight.new_zeros((1, 8), dtype=torch.long))
+        how: Any = (1.0, 0.0)
+        with suppress(Exception):  # a model may look at values, which are not there, in training alone
+            how = _change_of(POINTS.repeat(1, 8, 1), twin.train(), inputs)
+        if how is None or how != _change_of(POINTS[-1].clone(), twin.eval(), inputs, how):  # a number, as a loss is
+            return "it does more with its logits than to scale or cap them"
+        found[0] = replace(objective, scale=how[0], softcap=how[1])
+        return None
 
-        def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            watch.given.append(cross_entropy_sum(nn.functional.linear(hidden, weight, bias), ids))
-            return watch.given[-1]
+    return obstacle_on_trial(model, trial), found[0]
 
-        with patch.object(_asked, "answer", answer, create=True), watch:
-            out = logits_of(twin(**inputs_on_trial(twin, ids)))
-            if len(watch.given) != 1 or out is not watch.given[0]:
-                return "it changes the logits after its output embedding"
-            with suppress(Exception):  # a model may look at values, which are not there, in training alone
-                twin.train()(**inputs_on_trial(twin, ids))
-        return "it computes with its logits, such as a loss of its own" if watch.is_used else None
 
-    return obstacle_on_trial(model, trial)
+def _change_of(given: Tensor, twin: Any, inputs: dict[str, Any], how: Any = None) -> Any:
+    """Scale and softcap, or ``how``, by which ``twin`` makes its logits of :data:`POINTS`; None if it does not."""
+    out = logits_of(output := answered(twin, inputs, lambda *head: given))
+    more = [t for t in tree_leaves(output) if isinstance(t, Tensor) and not t.is_meta and t is not out]
+    if given._version or (more and inputs["input_ids"].is_meta):
+        return None  # in place, or with something else that it makes of them, such as a loss
+    if out is given:
+        return 1.0, 0.0
+    if how is None:
+        (low, *_, high), (least, *_) = out[0, 0].tolist(), given[0, 0].tolist()
+        scale = 1.0 if math.isclose(low, least, rel_tol=1e-6) else low / least
+        how = scale, high if high < 2.0**20 * scale else 0.0
+    scale, cap = how
+    expected = cap * torch.tanh(given * (scale / cap)) if cap else given * scale
+    return how if torch.allclose(out.double(), expected, rtol=1e-6) else None
 
 
 def choose_loss(
     asked: str, model: ModelWithLoss, place: Place, objective: Objective = PLAIN, installed: bool | None = None
-) -> tuple[str, str | None]:
-    """The loss that ``model`` will use, full, chunked, cce or liger, and what it needs all logits for, if it does.
+) -> tuple[str, Objective, str | None]:
+    """The loss that ``model`` will use, full, chunked, cce or liger, of what, and what it needs all logits for, if so.
 
     ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
     Raises UserError if it does not work with this model or device, or its package is not ``installed`` (None: look).
     """
     classes = len(head.weight) if isinstance(head := head_of(model.model), nn.Linear) else 0
     if asked == "full" or (asked == "auto" and classes < MIN_CHUNKED_CLASSES):
-        return "full", None
+        return "full", objective, None
     own = model.loss_sum is not cross_entropy_sum and not isinstance(getattr(model.loss_sum, "__self__", 0), Objective)
-    obstacle = "its task has a loss of its own" if own else obstacle_to_chunks(model.model)
+    its_own = "its task has a loss of its own", objective
+    obstacle, objective = its_own if own else obstacle_to_chunks(model.model, objective)
     if asked == "auto":
-        return ("full" if obstacle else best_kernel(place, objective)), obstacle
+        return ("full" if obstacle else best_kernel(place, objective)), objective, obstacle
     if obstacle:
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
-    return asked, None
+    return asked, objective, None
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, is_replicated: bool = False) -> Place:
@@ -151,7 +151,7 @@ def place_of(model: nn.Module, device: torch.device, precision: str, is_replicat
 def describe_loss(kind: str, objective: Objective, asked: str, place: Place, obstacle: str | None = None) -> str:
     """A line about the loss that a run uses, why not in chunks, and about a faster one that is not installed."""
     ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
-    terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
+    terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value != getattr(PLAIN, name)]
     why = [f"which the model needs: {obstacle}"] if obstacle else []
     how = ", ".join([ways.get(kind, "never all logits, by its package"), *why, *terms])
     # In bf16 on an H200 chunks took up to 1.85 × the time of all logits, Liger up to 1.28 ×.
