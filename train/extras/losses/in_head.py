@@ -22,7 +22,7 @@ from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
-POINTS = torch.tensor([2.0**-20, -1.0, 3.0, -20.0, 2.0**30], dtype=torch.float64)  # logits on trial
+POINTS = (2.0**-20, -1.0, 3.0, -20.0, 2.0**30)  # logits on trial
 _asked = threading.local()  # its ``answer``: see :func:`answered`
 
 
@@ -89,10 +89,10 @@ def obstacle_to_chunks(model: nn.Module, objective: Objective = PLAIN) -> tuple[
     def trial(twin: Any) -> str | None:
         head_of(twin).__class__ = LossHead
         inputs = inputs_on_trial(twin, head_of(twin).weight.new_zeros((1, 8), dtype=torch.long))
-        how: Any = (1.0, 0.0)
+        points, how = torch.tensor(POINTS, dtype=torch.float64, device="cpu"), (1.0, 0.0)
         with suppress(Exception):  # a model may look at values, which are not there, in training alone
-            how = _change_of(POINTS.repeat(1, 8, 1), twin.train(), inputs)
-        if how is None or how != _change_of(POINTS[-1].clone(), twin.eval(), inputs, how):  # a number, as a loss is
+            how = _change_of(points.repeat(1, 8, 1), twin.train(), inputs)
+        if how is None or how != _change_of(points[-1].clone(), twin.eval(), inputs, how):  # a number, as a loss is
             return "it does more with its logits than to scale or cap them"
         found[0] = replace(objective, scale=how[0], softcap=how[1])
         return None
@@ -109,8 +109,8 @@ def _change_of(given: Tensor, twin: Any, inputs: dict[str, Any], how: Any = None
     if out is given:
         return 1.0, 0.0
     if how is None:
-        (low, *_, high), (least, *_) = out[0, 0].tolist(), given[0, 0].tolist()
-        scale = 1.0 if math.isclose(low, least, rel_tol=1e-6) else low / least
+        low, *_, high = out[0, 0].tolist()
+        scale = 1.0 if math.isclose(low, POINTS[0], rel_tol=1e-6) else low / POINTS[0]
         how = scale, high if high < 2.0**20 * scale else 0.0
     scale, cap = how
     expected = cap * torch.tanh(given * (scale / cap)) if cap else given * scale
