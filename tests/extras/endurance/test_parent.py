@@ -65,8 +65,10 @@ def test_run_writes_a_checkpoint_and_ends_when_accelerate_launch_dies(
     output, log = tmp_path / "run", tmp_path / "log"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     command += ["train/main.py", "--config", str(recipe), "--output_dir", str(output), "--num_epochs", "10000"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
     with log.open("w") as file:
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    signal.signal(signal.SIGINT, before)
     until(lambda: (output / "metrics.jsonl").exists() and read_metrics(output / "metrics.jsonl"))
     [child] = children(launcher.pid)
     os.kill(child, signal.SIGSTOP)  # a step that takes seven seconds
