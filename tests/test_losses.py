@@ -581,12 +581,14 @@ class Twisted(transformers.LlamaForCausalLM):
             output.logits = logits + 1
         if self.way == "trains" and self.training:
             output.logits = logits * 2
+        if self.way == "twice":
+            output["more"] = self.lm_head(torch.ones(1, 8, 16, dtype=logits.dtype, device=self.lm_head.weight.device))
         if self.way == "loss":
             output.logits, output["aux_loss"] = logits * 2, logits.square().mean()
         return output
 
 
-@pytest.mark.parametrize("way", ["shifts", "trains", "loss"])
+@pytest.mark.parametrize("way", ["shifts", "trains", "twice", "loss"])
 def test_models_that_change_their_logits_otherwise_keep_them(way: str) -> None:
     model = Twisted(network("llama", vocab_size=MIN_CHUNKED_CLASSES).config)
     assert choice("auto", model) == "chunked"

@@ -22,7 +22,6 @@ from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
-POINTS = (2.0**-20, -1.0, 3.0, -20.0, 2.0**30)  # logits on trial
 _asked = threading.local()  # its ``answer``: see :func:`answered`
 
 
@@ -89,7 +88,7 @@ def obstacle_to_chunks(model: nn.Module, objective: Objective = PLAIN) -> tuple[
     def trial(twin: Any) -> str | None:
         head_of(twin).__class__ = LossHead
         inputs = inputs_on_trial(twin, head_of(twin).weight.new_zeros((1, 8), dtype=torch.long))
-        points, how = torch.tensor(POINTS, dtype=torch.float64, device="cpu"), (1.0, 0.0)
+        points, how = torch.tensor([2.0**-20, -1.0, 3.0, -20.0, 2.0**30], device="cpu").double(), (1.0, 0.0)
         with suppress(Exception):  # a model may look at values, which are not there, in training alone
             how = _change_of(points.repeat(1, 8, 1), twin.train(), inputs)
         if how is None or how != _change_of(points[-1].clone(), twin.eval(), inputs, how):  # a number, as a loss is
@@ -101,16 +100,17 @@ def obstacle_to_chunks(model: nn.Module, objective: Objective = PLAIN) -> tuple[
 
 
 def _change_of(given: Tensor, twin: Any, inputs: dict[str, Any], how: Any = None) -> Any:
-    """Scale and softcap, or ``how``, by which ``twin`` makes its logits of :data:`POINTS`; None if it does not."""
-    out = logits_of(output := answered(twin, inputs, lambda *head: given))
+    """Scale and softcap, or ``how``, by which ``twin`` makes logits of those ``given``; None if it does more."""
+    calls: list[Any] = []  # of its output embedding
+    out = logits_of(output := answered(twin, inputs, lambda *head: (calls.append(head), given)[1]))
     more = [t for t in tree_leaves(output) if isinstance(t, Tensor) and not t.is_meta and t is not out]
-    if given._version or (more and inputs["input_ids"].is_meta):
-        return None  # in place, or with something else that it makes of them, such as a loss
+    if len(calls) != 1 or given._version or (more and inputs["input_ids"].is_meta):
+        return None  # such as in place, or with a loss that it makes of them
     if out is given:
         return 1.0, 0.0
     if how is None:
-        low, *_, high = out[0, 0].tolist()
-        scale = 1.0 if math.isclose(low, POINTS[0], rel_tol=1e-6) else low / POINTS[0]
+        low, *_, high = out[0, 0].tolist()  # of 2⁻²⁰ and 2³⁰
+        scale = 1.0 if math.isclose(low, 2.0**-20, rel_tol=1e-6) else low * 2.0**20
         how = scale, high if high < 2.0**20 * scale else 0.0
     scale, cap = how
     expected = cap * torch.tanh(given * (scale / cap)) if cap else given * scale
