@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from train.config import Config
-from train.extras.losses.chunked import chunked_sum
+from train.extras.losses.chunked import PLAIN, chunked_sum
 from train.extras.losses.in_head import LossHead, answered, head_of, obstacle_to_chunks
 from train.model import logits_of
 from train.records import IGNORE, MicroBatch, UsageError, UserError
@@ -162,7 +162,7 @@ class Task(chat.Task):
     def change_loss(self, model: Any) -> None:
         """−log σ(β · (gain of chosen − gain of rejected)), where a gain is log p of an answer − the reference's."""
         network, beta = model.model, (self.data.dataset_options or {}).get("beta", BETA)
-        if is_chunked := obstacle_to_chunks(network) is None:
+        if is_chunked := obstacle_to_chunks(network) == (None, PLAIN):
             head_of(network).__class__ = LossHead
         is_added = self.config.get("adapter", "none") != "none"  # else a function's adapters belong to the reference
         adapters = [module for module in network.modules() if is_added and hasattr(module, "base_layer")]  # peft's
