@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -423,6 +424,16 @@ def test_chunks_hold_a_few_chunks_of_logits_and_not_all(monkeypatch: pytest.Monk
     assert peak_bytes(loss.backward) < 3 * few + 2 * gradient + 100_000
 
 
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_chunk_is_freed_as_soon_as_it_is_not_needed(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS_BYTES", 0)
+    for _, logits in chunked.logits_by_chunk(torch.randn(12, 3), torch.randn(5, 3), None, softcap):
+        held = weakref.ref(logits)
+        del logits
+        assert held() is None
+
+
 # Whole models in chunks
 
 SHAPE = {
@@ -633,7 +644,7 @@ def test_a_task_with_a_loss_of_its_own_keeps_all_logits() -> None:
     model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
     assert choice("auto", model) == "chunked"
     own = ModelWithLoss(model, task=OwnLoss)
-    assert choose_loss("auto", own, CPU)[::2] == ("full", "its task has a loss of its own")
+    assert choose_loss("auto", own, CPU)[::2] == ("full", "its task has its own loss")
     with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
         choose_loss("chunked", own, CPU)
     measure = Extra().memory_measure(run_for(Config()), own)
@@ -665,7 +676,7 @@ def test_what_keeps_a_model_from_a_loss_in_chunks_is_told() -> None:
     shifting.way = "shifts"
     for model, how in (
         (ModelWithLoss(few, task=OwnLoss), "all logits at once"),
-        (ModelWithLoss(many, task=OwnLoss), f"{needs}its task has a loss of its own"),
+        (ModelWithLoss(many, task=OwnLoss), f"{needs}its task has its own loss"),
         (ModelWithLoss(shifting), f"{needs}it does more with its logits than to scale or cap them"),
     ):
         run = run_for(Config().changed(tokenizer="bytes"))

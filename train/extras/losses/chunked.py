@@ -199,8 +199,10 @@ def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
 def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Any, softcap: float) -> Iterator[tuple[slice, Tensor]]:
     """Logits (C, V) of ``hidden`` (N, H), some rows at a time."""
     for rows in rows_by_chunk(len(hidden), len(weight)):
-        logits = F.linear(hidden[rows].to(weight.dtype), weight, bias)
-        yield rows, logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+        logits = [F.linear(hidden[rows].to(weight.dtype), weight, bias)]
+        if softcap:
+            logits[0].div_(softcap).tanh_().mul_(softcap)
+        yield rows, logits.pop()  # of which nothing is held here
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:

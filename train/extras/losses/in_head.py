@@ -112,8 +112,7 @@ def _change_of(given: Tensor, twin: Any, inputs: dict[str, Any], how: Any = None
         low, *_, high = out[0, 0].tolist()  # of 2⁻²⁰ and 2³⁰
         scale = 1.0 if math.isclose(low, 2.0**-20, rel_tol=1e-6) else low * 2.0**20
         how = scale, high if high < 2.0**20 * scale else 0.0
-    scale, cap = how
-    expected = cap * torch.tanh(given * (scale / cap)) if cap else given * scale
+    expected = how[1] * torch.tanh(given * (how[0] / how[1])) if how[1] else given * how[0]
     return how if torch.allclose(out.double(), expected, rtol=1e-6) else None
 
 
@@ -128,9 +127,8 @@ def choose_loss(
     classes = len(head.weight) if isinstance(head := head_of(model.model), nn.Linear) else 0
     if asked == "full" or (asked == "auto" and classes < MIN_CHUNKED_CLASSES):
         return "full", objective, None
-    own = model.loss_sum is not cross_entropy_sum and not isinstance(getattr(model.loss_sum, "__self__", 0), Objective)
-    its_own = "its task has a loss of its own", objective
-    obstacle, objective = its_own if own else obstacle_to_chunks(model.model, objective)
+    ce = model.loss_sum is cross_entropy_sum or isinstance(getattr(model.loss_sum, "__self__", 0), Objective)
+    obstacle, objective = obstacle_to_chunks(model.model, objective) if ce else ("its task has its own loss", objective)
     if asked == "auto":
         return ("full" if obstacle else best_kernel(place, objective)), objective, obstacle
     if obstacle:
