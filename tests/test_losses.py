@@ -341,14 +341,32 @@ def test_scores_in_chunks_are_those_of_all_logits() -> None:
 OBJECTIVES = [Objective(0.1), Objective(0.0, 0.01), Objective(0.3, 1e-2)]
 
 
+def capped(logits: Tensor, objective: Objective) -> Tensor:
+    return objective.softcap * (logits / objective.softcap).tanh() if objective.softcap else logits
+
+
 def by_definition(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective) -> Tensor:
     """() the objective written out, of all logits."""
-    logits = F.linear(hidden, weight, bias)[labels != IGNORE]
+    logits = capped(F.linear(hidden, weight, bias)[labels != IGNORE], objective)
     log_z = logits.exp().sum(-1).log()
     log_p = logits - log_z.unsqueeze(-1)
     target = F.one_hot(labels[labels != IGNORE], logits.shape[-1]).double() * (1 - objective.label_smoothing)
     target = target + objective.label_smoothing / logits.shape[-1]
     return -(target * log_p).sum() + objective.z_loss * (log_z**2).sum()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("objective", [Objective(softcap=0.5), Objective(0.1, 1e-2, softcap=2.0)], ids=str)
+def test_capped_logits_are_as_defined(objective: Objective) -> None:
+    tensors, labels = head_example()
+    expected = gradients(partial(by_definition, objective=objective), tensors, labels)
+    assert error(expected, gradients(full_sum, tensors, labels))[0] > 1e-3
+    assert max(error(gradients(partial(chunked_sum, objective=objective), tensors, labels), expected)) < 1e-13
+    # recomputed in backward, as under loss scaling
+    exact = gradients(partial(by_definition, objective=objective), tensors, labels, scale=2.0**10)
+    single = [None if t is None else t.float() for t in tensors]
+    found = gradients(partial(chunked_sum, objective=objective), single, labels, torch.float16, 2.0**10)
+    assert max(error(found, exact)) < 3e-3
 
 
 @pytest.mark.usefixtures("small_chunks")

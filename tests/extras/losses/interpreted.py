@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from test_losses import by_definition, error, full_sum, gradients
+from test_losses import by_definition, capped, error, full_sum, gradients
 from torch import Tensor
 
 from train.extras.losses.chunked import PLAIN, Objective
@@ -21,6 +21,16 @@ from train.records import IGNORE
 
 OBJECTIVES = (PLAIN, Objective(0.1), Objective(0.0, 1e-2), Objective(0.1, 1e-2))
 SCALES = (1.0, 2.0**16)
+
+
+class Number(float):
+    """A float as Triton's compiler hands it to a kernel, which its interpreter does not."""
+
+    def to(self, dtype: Any) -> Number:
+        return self
+
+
+CAPPED = (Objective(softcap=Number(2.0)), Objective(0.1, 1e-2, softcap=Number(2.0)))
 
 
 def example(num_rows: int, num_classes: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -37,7 +47,7 @@ def usual(objective: Objective, hidden: Tensor, weight: Tensor, bias: Tensor | N
     """() of all logits, multiplied in the type of the tensors, the rest in fp32."""
     if objective == PLAIN:
         return full_sum(hidden, weight, bias, labels)
-    return objective.loss_sum(torch.nn.functional.linear(hidden, weight, bias), labels)
+    return objective.loss_sum(capped(torch.nn.functional.linear(hidden, weight, bias), objective), labels)
 
 
 def measured(kernel: Any, objective: Objective, dtype: torch.dtype, scale: float, has_bias: bool) -> dict[str, Any]:
@@ -54,11 +64,16 @@ def measured(kernel: Any, objective: Objective, dtype: torch.dtype, scale: float
 
 
 def main(name: str) -> None:
+    import triton.language as tl  # type: ignore
+
+    # The interpreter has none of CUDA's own functions.
     if name == "liger":
+        from liger_kernel.ops import cross_entropy  # type: ignore
+
+        cross_entropy.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
         cases = [*itertools.product([liger_sum], OBJECTIVES, [torch.float32, torch.bfloat16], SCALES, [False, True])]
+        cases += itertools.product([liger_sum], CAPPED, [torch.float32], SCALES, [False, True])
     else:
-        # The interpreter has none of CUDA's own functions.
-        import triton.language as tl  # type: ignore
         from cut_cross_entropy import tl_utils  # type: ignore
 
         tl_utils.tl_log1p = lambda x: tl.log(x + 1.0)

@@ -36,15 +36,15 @@ class Extra(extras.Extra):
 
         asked, terms, accelerator = run.config.of(Options).loss, chunked.objective_of(run.config), run.accelerator
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
-        kind, whole, obstacle = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
+        kind, objective, obstacle = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         own = model.loss_in_head is not None  # which the task or another extra has set
         if terms != chunked.PLAIN:
             if own or model.loss_sum is not cross_entropy_sum:
                 raise UserError("label_smoothing and z_loss are for cross-entropy; this run has another loss. Use 0.")
             model.loss_sum = terms.loss_sum
         if kind != "full" and not own:
-            in_head.use_loss_in_head(model, kind, whole)
-        how = in_head.describe_loss(kind, whole, asked, place, obstacle)
+            in_head.use_loss_in_head(model, kind, objective)
+        how = in_head.describe_loss(kind, objective, asked, place, obstacle)
         run.outputs.note("loss: the task's or an extra's" if own else how)
 
     def memory_measure(self, run: Run, model: Any) -> tuple[str, Callable[[], bool]] | None:

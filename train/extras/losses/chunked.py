@@ -35,7 +35,7 @@ class Objective:
     softcap: float = 0.0  # c, if it makes c · tanh(x / c) of that (Gemma 2, arXiv 2408.00118, section 2)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """() summed over the positions whose label is not IGNORE."""
+        """() summed over the positions whose label is not IGNORE; the model has scaled and capped the logits."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for both terms
         loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         if self.z_loss:
@@ -178,7 +178,7 @@ def _of_chunk(logits: Tensor, classes: Tensor, objective: Objective, learns: boo
     if smoothing:
         grad.sub_(smoothing / num_classes)
     if objective.softcap:
-        grad.mul_(1 - (logits / objective.softcap).square())  # the derivative of the tanh
+        grad.addcmul_(grad, logits.div_(objective.softcap).square_(), value=-1)  # times the derivative of the tanh
     return losses, grad
 
 

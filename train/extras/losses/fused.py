@@ -40,7 +40,7 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
         (kind != "cuda", f"runs only on CUDA devices, and this is a {kind} device: {instead}"),
         (is_cce and place.capability < (8, 0), f"needs a GPU of compute capability 8.0 (Ampere) or newer: {instead}"),
         (is_cce and not is_half, f"multiplies only in bf16 or fp16: give --mixed_precision bf16, or {instead}"),
-        (is_cce and objective != PLAIN, f"does not support capped logits, label smoothing and z-loss here: {instead}"),
+        (is_cce and objective != PLAIN, f"does not support scaling, capping, smoothing and z-loss here: {instead}"),
         (rounds, "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"),
     )
     if obstacle := next((why for is_so, why in cases if is_so), None):

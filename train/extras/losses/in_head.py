@@ -91,7 +91,7 @@ def obstacle_to_chunks(model: nn.Module, objective: Objective = PLAIN) -> tuple[
         points, how = torch.tensor([2.0**-20, -1.0, 3.0, -20.0, 2.0**30], device="cpu").double(), (1.0, 0.0)
         with suppress(Exception):  # a model may look at values, which are not there, in training alone
             how = _change_of(points.repeat(1, 8, 1), twin.train(), inputs)
-        if how is None or how != _change_of(points[-1].clone(), twin.eval(), inputs, how):  # a number, as a loss is
+        if how is None or how != _change_of(points[2].clone(), twin.eval(), inputs, how):  # a number, as a loss is
             return "it does more with its logits than to scale or cap them"
         found[0] = replace(objective, scale=how[0], softcap=how[1])
         return None
