@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -80,6 +80,13 @@ class RecordingOutputs(Outputs):
             self.recorder.lines.append((kind, step, values))
 
 
+def enduring() -> Endurance:
+    """The extra as open() leaves it, but for what writes checkpoints."""
+    extra = Endurance()
+    extra._saving = Mock()
+    return extra
+
+
 @dataclass
 class Recorder:
     """The parts of a run, and what the loop did with them."""
@@ -121,7 +128,7 @@ class Recorder:
         with patch("train.extras.cache.examples_digest", return_value="abc"):
             selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (
-            Extras({"memory": OneGiB(), "endurance": Endurance(), "selection": selection}),
+            Extras({"memory": OneGiB(), "endurance": enduring(), "selection": selection}),
             RecordingOutputs(self),
             self.stop,
         )
@@ -464,10 +471,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
 def test_a_loss_at_the_bound_is_no_spike_and_one_that_is_not_finite_is_never_usual(loss: float, usual: float) -> None:
     progress, factor = Progress(step=9, usual_loss=2.0), 2.0 if math.isfinite(loss) else None
     run = run_for(config().changed(loss_spike_factor=factor))
-    assert Endurance().logged(run, progress, loss, 6).usual_loss == pytest.approx(usual, rel=1e-12)
+    assert enduring().logged(run, progress, loss, 6).usual_loss == pytest.approx(usual, rel=1e-12)
     run = run_for(config().changed(loss_spike_factor=1.99))
     with pytest.raises(DivergenceError, match="step 9: the loss since step 6 is") as caught:
-        Endurance().logged(run, progress, loss, 6)
+        enduring().logged(run, progress, loss, 6)
     assert caught.value.sound_step == 6
 
 

@@ -25,7 +25,7 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
             return train_steps(run, parts, progress)
         except UserError as error:
             # Where training has diverged, an extra may go back to a checkpoint from before, and past this data.
-            if (restored := run.extras.first("diverged", run, parts.state, error)) is None:
+            if (restored := run.extras.first("diverged", run, parts, error)) is None:
                 raise
             progress = restored
 
@@ -65,8 +65,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
         unlogged.append((outcome, seconds := time.perf_counter() - started))
         progress = advance(replace(progress, epoch=epoch, step_in_epoch=step_in_epoch), outcome, seconds)
         run.outputs.tick(progress.step)
-        if outcome.skipped:
-            run.extras.each("skipped", run, progress, outcome, micro_batches)
+        run.extras.each("stepped", run, progress, outcome, micro_batches)
 
         # Save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk. Afterwards
         # the run is saved only if the evaluation ended it, or found a new best that is not on the disk yet.

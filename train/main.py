@@ -122,7 +122,7 @@ def train(run: records.Run) -> int:
     total_steps = optim.max_steps or (optim.num_epochs or 1) * batches.steps_per_epoch
     parts = records.Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
     hooks.each("ready", run, parts)
-    progress = outputs.resume(run, state)
+    progress = outputs.resume(run, parts)
     if is_done(run, parts, progress) and outputs.is_written(run, progress):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)

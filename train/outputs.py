@@ -52,14 +52,14 @@ class Outputs:
         with figures.writable(self.checkpoints):
             figures.make_folder(self.checkpoints)
 
-    def resume(self, run: Run, state: TrainingState) -> Progress:
+    def resume(self, run: Run, parts: Parts) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""
         if (found := self.from_main(self._checkpoint_to_resume)) is None:
             return Progress()
-        check = partial(run.extras.each, "check_identity", run, found, state.identity)
-        progress = checkpoint.restore(found, state, check)
+        check = partial(run.extras.each, "check_identity", run, found, parts.state.identity)
+        progress = checkpoint.restore(found, parts.state, check)
         self.say(f"resumed from {found} at step {progress.step}")
-        return run.extras.pipe("resumed", run, progress)
+        return run.extras.pipe("resumed", run, progress, parts)
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -85,11 +85,10 @@ class Outputs:
         return checkpoint.by_step(self.checkpoints)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
-        """Writes a checkpoint and removes old ones; an extra may do both in the background, unless ``wait``."""
+        """Writes a checkpoint and removes old ones; where this is done in the background, unless it has to ``wait``."""
         self.sync_log()
-        if not any(run.extras.each("save", run, state, progress, wait)):
-            checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
-            self.rotate(run, progress)
+        checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
+        self.rotate(run, progress)
 
     def rotate(self, run: Run, progress: Progress) -> None:
         """Removes old checkpoints, once that of ``progress`` is in place."""

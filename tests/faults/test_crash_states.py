@@ -95,7 +95,8 @@ class Crashes:
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.from_main(outputs.prepare)
         bare = replace(run_for(self.config, self.accelerator), extras=Extras({"selection": self.selection}))
-        progress = outputs.resume(bare, self.stand_in)
+        parts: Any = SimpleNamespace(state=self.stand_in, total_steps=STEPS)
+        progress = outputs.resume(bare, parts)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"
         if outputs.is_complete(STEPS) and progress.step == STEPS:

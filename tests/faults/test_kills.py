@@ -252,7 +252,8 @@ def test_killed_with_lines_of_the_second_save_before_the_first_one_is_whole(tmp_
     """A slow disk: the log may be one save ahead of the checkpoints, which is no sign that some were removed."""
     flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--output_dir", tmp_path / "run")
     fault = several(
-        at_call("train.checkpoint:complete", partial(time.sleep, 60)), at_call("train.outputs:Outputs.save", die, 2)
+        at_call("train.checkpoint:complete", partial(time.sleep, 60)),
+        at_call("train.extras.endurance.outputs:DurableOutputs.save", die, 2),
     )
     assert [end.status for end in run(flags, tmp_path / "logs", fault=fault)] == [KILLED]
     assert hidden(tmp_path / "run") == {".lock", ".partial-step-00000002"}

@@ -155,19 +155,16 @@ class Extra:
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """The mean loss since the step of the last line is known; may raise UserError, see diverged."""
 
-    def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step had no finite gradient; may raise UserError, see diverged."""
+    def stepped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step was made, or skipped as it had no finite gradient; may raise UserError, see diverged."""
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A line of the log was written."""
 
-    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        """Takes over writing a checkpoint; False leaves it to the core."""
-
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """The steps whose checkpoints stay; all others are removed."""
 
-    def resumed(self, run: Run, progress: Progress) -> Progress:
+    def resumed(self, run: Run, progress: Progress, parts: Parts) -> Progress:
         """A checkpoint was restored, with this progress."""
 
     def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
@@ -182,7 +179,7 @@ class Extra:
     def final_step(self, run: Run, progress: Progress) -> int | None:
         """The step whose weights ``final/`` gets; None: the last."""
 
-    def diverged(self, run: Run, state: TrainingState, error: UserError) -> Progress | None:
+    def diverged(self, run: Run, parts: Parts, error: UserError) -> Progress | None:
         """Where to continue if ``error`` says that training has diverged; None: the run ends."""
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:

@@ -151,6 +151,14 @@ def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> N
     assert [note for note in corpus.notes if "skipped 1 record" in note and "validation-data.jsonl:2" in note]
 
 
+def test_classes_that_look_alike_are_told() -> None:
+    accent, composed = "cafe\u0301", "caf\u00e9"
+    labels = ["good", "Good ", accent, composed, "bad", "bad-ish", "1", "01"]
+    corpus, _, _ = classified([("a", label) for label in labels], [("b", "bad")])
+    told = r"classes that may be meant as one: 'Good ', 'cafe\u0301', 'caf\xe9', 'good'"
+    assert [note for note in corpus.notes if "meant as one" in note] == [told]
+
+
 def test_a_test_split_whose_labels_are_all_one_mark_is_left_out() -> None:
     corpus, _, config = classified([("a", "x"), ("b", "y")], [("a", "x")])
     marked = corpus.splits["validation"].map(lambda row: {"label": "?"})

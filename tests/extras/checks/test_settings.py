@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,17 +105,22 @@ def test_processes_that_do_not_know_each_other_move_no_files(tmp_path: Path, mon
     (tmp_path / "summary.json").write_text("{}")
     monkeypatch.setattr("train.extras.hardware.set_up_device", lambda *_: None)
     config = Config().changed(model="x", output_dir=str(tmp_path), resume="never")
+    (hooks := extras.join()).by_name["endurance"]._saving = Mock()  # type: ignore - of open(), which is left out here
     with pytest.raises(UserError, match="started 2 processes, but this one knows of 1"):
-        start(config, Launch(world_size=2), extras.join(), [])
+        start(config, Launch(world_size=2), hooks, [])
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_the_folder_of_a_run_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "final").mkdir()
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UsageError, match=f"model: {tmp_path} is the folder of a run: give {tmp_path}/final, written"):
-        parse(["--model", str(tmp_path)])
-    assert parse(["--model", f"{tmp_path}/final"]).architecture.model == f"{tmp_path}/final"
+def test_the_folder_of_a_run_or_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+    run = tmp_path / "checkpoints" / "run"  # a folder of a person's may be called that, too
+    for folder in (run / "final", step := run / "checkpoints" / "step-00000110"):
+        folder.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    for given in (f"{run}", f"{run}/", f"{step}", f"{step}/", f"{step.parent}"):
+        with pytest.raises(UsageError, match=f"model: {given} belongs to a run: give {run}/final .checkpoints: "):
+            parse(["--model", given])
+    for given in (f"{run}/final", f"{tmp_path}/checkpoints", f"{tmp_path}/checkpoints/step-00000001"):
+        assert parse(["--model", given]).architecture.model == given
 
 
 WITHOUT_EFFECT = {

@@ -146,7 +146,7 @@ def test_an_overflow_of_fp16_is_told_as_such_with_the_scale_that_runs_start_with
         run.accelerator.scaler = cast("Any", SimpleNamespace(get_scale=partial(float, scale)))
         progress = Progress(step=step, consecutive_nonfinite_steps=step)
         with nullcontext() if step < 25 else pytest.raises(DivergenceError, match=r"25 steps in a row.*precision bf16"):
-            extra.skipped(run, progress, Mock(grad_norm=math.inf), [])
+            extra.stepped(run, progress, Mock(grad_norm=math.inf, skipped=True), [])
 
 
 def test_measures_come_from_the_other_extras_where_asked_for() -> None:
@@ -161,6 +161,7 @@ def test_measures_come_from_the_other_extras_where_asked_for() -> None:
 
 def test_loss_far_above_the_usual_is_a_divergence() -> None:
     run, extra, progress = run_with(loss_spike_factor=2.0), Extra(), Progress(step=8, usual_loss=3.0)
+    extra._saving = Mock()
     extra.logged(run, progress, 5.9, 4)
     extra.logged(run_with(), progress, 100.0, 4)
     extra.logged(run, replace(progress, usual_loss=None), 100.0, 4)

@@ -120,7 +120,8 @@ def test_what_was_the_best_at_a_checkpoint_stays_with_it(tmp_path: Path) -> None
         progress = extra.evaluated(run, replace(progress, step=step), Evaluation("validation", step, {"loss": loss}))
     assert extra.keep(run, {10, 12}, progress) == {7, 10, 12}
     assert extra.keep(run, {5, 7, 12}, progress) == {3, 5, 7, 12}  # that of step 7 was written before its evaluation
-    back = extra.resumed(run, replace(progress, step=10, best_step=7, best_metric=0.5, evaluated_step=10))
+    parts: Any = SimpleNamespace(total_steps=20)
+    back = extra.resumed(run, replace(progress, step=10, best_step=7, best_metric=0.5, evaluated_step=10), parts)
     assert extra.keep(run, {10}, back) == {7, 10}
 
 

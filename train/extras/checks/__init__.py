@@ -30,7 +30,7 @@ class Options:
 
 class Extra(extras.Extra):
     _data = ""  # a digest of the training examples
-    _pad_id = _total_steps = 0
+    _pad_id = 0
 
     def check(self, config: Config, launch: Launch) -> None:
         settings.check_launch_file()
@@ -101,17 +101,16 @@ class Extra(extras.Extra):
         from train.extras.checks.documents import describe_training
 
         run.outputs.note(*describe_training(run, parts))
-        self._total_steps = parts.total_steps
         if run.accelerator.is_fsdp2 and run.config.optimization.grad_norm_type == "inf":
             fit.check_shards(parts.state.model)
 
-    def resumed(self, run: Run, progress: Progress) -> Progress:
+    def resumed(self, run: Run, progress: Progress, parts: Parts) -> Progress:
         """Says where another length or schedule makes the learning rate jump."""
         from train.optim import learning_rate_at
 
         logged = read_metrics(run.outputs.metrics) if run.outputs.is_main else ()
         for row in [row for row in logged if row["kind"] == "train" and row["step"] == progress.step]:
-            rate = learning_rate_at(progress.step - 1, self._total_steps, run.config.optimization)
+            rate = learning_rate_at(progress.step - 1, parts.total_steps, run.config.optimization)
             if abs(rate - (before := row["learning_rate"])) > 0.01 * before:
                 jump = f"step {progress.step} had {before:.2e}, with the present settings it has {rate:.2e}"
                 run.outputs.note(f"learning rate: {jump}")

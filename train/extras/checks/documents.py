@@ -1,6 +1,7 @@
 """Labels that cannot be learned, and what a person should know about data and model before training."""
 
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import replace
 
@@ -28,6 +29,10 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
         only = f"the training split has only the label {', '.join(map(repr, labels))} in {what}"
         raise UserError(f"{corpus.name}: {only}; classification needs two or more. Is it the right --label_column?")
     names, splits, notes = task.label_names(corpus), dict(corpus.splits), list(corpus.notes)
+    forms = {name: unicodedata.normalize("NFKC", name).strip().casefold() for name in sorted(labels)}
+    alike = Counter(forms.values())
+    if twins := [ascii(name) for name, form in forms.items() if alike[form] > 1]:
+        notes.append(f"classes that may be meant as one: {', '.join(twins[:20])}")
     single = [name for name in names if labels[name] == 1 and FRACTION.fullmatch(name)]
     if 2 * len(single) > len(labels):  # half stars, say, are classes
         most = f"most labels in {what}, such as {single[0]!r}, are fractional numbers that occur once"

@@ -101,7 +101,9 @@ class Extra(extras.Extra):
     def outputs(self, config: Config, accelerator: extras.Accelerator) -> extras.Outputs:
         from train.extras.endurance.outputs import DurableOutputs
 
-        return DurableOutputs(config, accelerator)
+        outputs = DurableOutputs(config, accelerator)
+        outputs.saving = self._saving
+        return outputs
 
     def started(self, run: Run) -> None:
         if run.launch.world_size > 1 and hasattr(signal, "SIGHUP"):  # Windows has no such lock
@@ -164,6 +166,7 @@ class Extra(extras.Extra):
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError if the loss is far above the usual; otherwise updates the usual loss."""
+        self._saving.look(run, progress.step)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             usual_text = "unknown" if usual is None else f"{usual:.4g}"
@@ -173,12 +176,10 @@ class Extra(extras.Extra):
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
-    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if kind == "train" and self._has_begun:
-            self._saving.look(run, step)
-
-    def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-        """Logs the examples; raises DivergenceError where no later step can be expected to have a finite gradient."""
+    def stepped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
+        """Logs examples that were skipped; DivergenceError where no step can be expected to have a finite gradient."""
+        if not outcome.skipped:
+            return
         loss_scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
         examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
         values = {"grad_norm": outcome.grad_norm, "loss_scale": loss_scale, "examples": sorted(examples)}
@@ -189,23 +190,19 @@ class Extra(extras.Extra):
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate."
             raise DivergenceError(why + remedy, progress, progress.step - in_a_row)
 
-    def save(self, run: Run, state: extras.TrainingState, progress: Progress, wait: bool) -> bool:
-        self._saving.save(run, state, progress, wait)
-        return True
-
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """Also what two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
-    def diverged(self, run: Run, state: extras.TrainingState, error: UserError) -> Progress | None:
+    def diverged(self, run: Run, parts: Parts, error: UserError) -> Progress | None:
         from train.extras.endurance.checkpoints import go_back
 
         if not isinstance(error, DivergenceError) or error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
             return None
         self._saving.finish(run)
-        return go_back(run, state, error)
+        return go_back(run, parts, error)
 
     def finishing(self, run: Run, state: extras.TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite

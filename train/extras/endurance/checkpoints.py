@@ -20,7 +20,7 @@ from train.extras.endurance import DivergenceError
 from train.extras.endurance.lost_rank import in_background
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.figures import read_metrics
-from train.records import Progress, Run, UserError, exchange
+from train.records import Parts, Progress, Run, UserError, exchange
 from train.state import Block, TrainingState
 
 COMPARED_EVERY_STEPS = 100  # replicas: often enough to lose little, seldom enough to cost nothing
@@ -201,7 +201,7 @@ def _place_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
-def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
+def go_back(run: Run, parts: Parts, error: DivergenceError) -> Progress:
     """Restores an intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As in PaLM's training (Chowdhery et al. 2022, section 5.1) weights, optimizer and schedule go back; the order of the
@@ -225,12 +225,12 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     if (found := outputs.from_main(choose)) is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
     kept = {name: getattr(lost, name) for name in ("epoch", "step_in_epoch", "nonfinite_steps")}
-    before = replace(checkpoint.restore(found[0], state), **kept, rollbacks=lost.rollbacks + 1)
-    restored = run.extras.pipe("resumed", run, before)
+    before = replace(checkpoint.restore(found[0], parts.state), **kept, rollbacks=lost.rollbacks + 1)
+    restored = run.extras.pipe("resumed", run, before, parts)
     outputs.sync_log()  # else a row that the disk has refused would follow those of the steps that are made again
     outputs.keep_log(restored)
     values = {"from_step": lost.step, "rollbacks": restored.rollbacks, "examples": found[1], "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}; the data after it is skipped.")
-    outputs.save(run, state, restored, wait=True)  # a run that is killed now must not go back to this data
+    outputs.save(run, parts.state, restored, wait=True)  # a run that is killed now must not go back to this data
     return restored

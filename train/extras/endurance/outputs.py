@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import CORE
+from train.extras.endurance.checkpoints import Saving
 from train.outputs import Outputs
-from train.records import Progress, UserError
+from train.records import Progress, Run, UserError
 from train.state import TrainingState
 
 # What a run leaves in its folder, in which a person may keep other things.
@@ -23,10 +24,15 @@ MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapsho
 
 
 class DurableOutputs(Outputs):
-    """Moves aside what others would overwrite, keeps rows that the disk does not take, and digests ``final/``."""
+    """Saves in the background, moves aside what others would overwrite, keeps rows that the disk does not take yet."""
 
     _unwritten: tuple[str, ...] = ()  # rows of metrics.jsonl that the disk did not take yet
     _is_edited = False  # final/ by a person, since a run has written it
+    saving: Saving  # what writes the checkpoints, of the extra
+
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
+        self.sync_log()
+        self.saving.save(run, state, progress, wait)
 
     def discard_later(self, progress: Progress) -> None:
         """Moves aside checkpoints from after ``progress``, and what was made of them; or all of an earlier run."""

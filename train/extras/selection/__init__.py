@@ -32,7 +32,7 @@ class Options:
 class Extra(extras.Extra):
     _metric, _grows, _data, _best_of = "loss", False, "", ""  # the last: what is compared
     _further: Sequence[Any] = ()
-    _total_steps, _bests = 0, tuple[int, ...]()  # the best steps that this process has seen, one after the other
+    _bests = tuple[int, ...]()  # the best steps that this process has seen, one after the other
     _digests, _earlier = dict[str, str](), dict[str, Any]()  # of held-out splits; the summary of an earlier process
     _ended: int | None = None  # of which step final/ is, where a finished run is only evaluated again
 
@@ -100,10 +100,7 @@ class Extra(extras.Extra):
         self._bests += (progress.step,)
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
-    def ready(self, run: Run, parts: Parts) -> None:
-        self._total_steps = parts.total_steps
-
-    def resumed(self, run: Run, progress: Progress) -> Progress:
+    def resumed(self, run: Run, progress: Progress, parts: Parts) -> Progress:
         """``progress`` with the evaluation after its step, if the log has one that the checkpoint does not.
 
         The best step is dropped if it can no longer be compared with others, or no longer be loaded.
@@ -112,12 +109,12 @@ class Extra(extras.Extra):
 
         outputs, best, loads_best = run.outputs, progress.best_step, run.config.of(Options).load_best_model_at_end
         self._bests = (best or 0,)
-        past = f"the checkpoint, of step {progress.step:,}, is past the {self._total_steps:,} steps that were asked for"
-        outputs.note(past if progress.step > self._total_steps else None)
+        past = f"the checkpoint, of step {progress.step:,}, is past the {parts.total_steps:,} steps that were asked for"
+        outputs.note(past if progress.step > parts.total_steps else None)
         is_gone = loads_best and best is not None and not outputs.from_main(lambda: best in outputs.steps())
         earlier, is_again = outputs.from_main(lambda: (self._earlier, not outputs.earlier_summary))
         is_other = progress.best_of not in (None, self._best_of)
-        is_over = progress.step >= self._total_steps or self.ends_early(run, progress)
+        is_over = progress.step >= parts.total_steps or self.ends_early(run, progress)
         if is_over and (is_other or is_again or is_gone) and earlier.get("steps") == progress.step:
             self._ended = chosen = earlier.get("final_step", progress.step)
             outputs.note(f"the run has ended: final/ keeps its model, of step {chosen}; to train again, --resume never")
