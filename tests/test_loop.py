@@ -64,6 +64,16 @@ class OneGiB(Extra):
         values["peak_allocated_bytes"] = 2**30
 
 
+class Listener(Extra):
+    """Hears of the steps."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, bool, int]] = []  # number, whether it was skipped, micro-batches
+
+    def stepped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
+        self.heard.append((progress.step, outcome.skipped, len(micro_batches)))
+
+
 class RecordingOutputs(Outputs):
     """Keeps what the loop saves and logs, and writes no file."""
 
@@ -100,6 +110,7 @@ class Recorder:
     may_stop: list[bool] = field(default_factory=list)
     batches: ThreeSteps = field(default_factory=ThreeSteps)
     launch: Launch = field(default_factory=Launch)
+    listener: Listener = field(default_factory=Listener)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -128,7 +139,7 @@ class Recorder:
         with patch("train.extras.cache.examples_digest", return_value="abc"):
             selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (
-            Extras({"memory": OneGiB(), "endurance": enduring(), "selection": selection}),
+            Extras({"memory": OneGiB(), "endurance": enduring(), "selection": selection, "mine": self.listener}),
             RecordingOutputs(self),
             self.stop,
         )
@@ -451,6 +462,7 @@ def test_skipped_step_is_logged_with_its_examples_and_counted() -> None:
     break_gradients(run, {1})
     progress = run.fit(4)
     [(_, step, values)] = [line for line in run.lines if line[0] == "skipped"]
+    assert run.listener.heard == [(1, False, 2), (2, True, 2), (3, False, 2), (4, False, 2)]
     assert step == 2
     assert values["examples"] == [10, 11]
     assert math.isnan(values["grad_norm"])

@@ -85,7 +85,7 @@ class Outputs:
         return checkpoint.by_step(self.checkpoints)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
-        """Writes a checkpoint and removes old ones; where this is done in the background, unless it has to ``wait``."""
+        """Writes a checkpoint and removes old ones. A subclass may do both in the background, unless ``wait``."""
         self.sync_log()
         checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
         self.rotate(run, progress)

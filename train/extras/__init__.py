@@ -156,7 +156,7 @@ class Extra:
         """The mean loss since the step of the last line is known; may raise UserError, see diverged."""
 
     def stepped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step was made, or skipped as it had no finite gradient; may raise UserError, see diverged."""
+        """A step was made, or skipped because its gradient was not finite; may raise UserError, see diverged."""
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A line of the log was written."""

@@ -117,7 +117,7 @@ def test_the_folder_of_a_run_or_a_checkpoint_is_no_model(tmp_path: Path) -> None
         folder.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
     for given in (f"{run}", f"{run}/", f"{step}", f"{step}/", f"{step.parent}"):
-        with pytest.raises(UsageError, match=f"model: {given} belongs to a run: give {run}/final .checkpoints: "):
+        with pytest.raises(UsageError, match=f"model: {given} belongs to a run: give {run}/final .how to make one"):
             parse(["--model", given])
     for given in (f"{run}/final", f"{tmp_path}/checkpoints", f"{tmp_path}/checkpoints/step-00000001"):
         assert parse(["--model", given]).architecture.model == given

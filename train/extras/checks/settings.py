@@ -88,7 +88,7 @@ def check_settings(config: Config, launch: Launch) -> None:
         raise UsageError("model and model_config both name a model: give one of them.")
     run = re.sub("/checkpoints(/step-[0-9]+)?$", "", Path(model.model or "").as_posix())
     if model.model is not None and Path(run, "metrics.jsonl").is_file():
-        raise UsageError(f"model: {model.model} belongs to a run: give {run}/final (checkpoints: docs/launch.md).")
+        raise UsageError(f"model: {model.model} belongs to a run: give {run}/final (how to make one: docs/launch.md).")
     if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if config.data.tokenizer is None and (model.model is None or model.is_function):

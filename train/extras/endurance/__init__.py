@@ -165,7 +165,7 @@ class Extra(extras.Extra):
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
-        """Raises DivergenceError if the loss is far above the usual; otherwise updates the usual loss."""
+        """Looks after a checkpoint on its way. DivergenceError if the loss is far above the usual, which it updates."""
         self._saving.look(run, progress.step)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
@@ -177,7 +177,7 @@ class Extra(extras.Extra):
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
     def stepped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-        """Logs examples that were skipped; DivergenceError where no step can be expected to have a finite gradient."""
+        """Logs the examples of a skipped step; DivergenceError where no later one can be expected to be finite."""
         if not outcome.skipped:
             return
         loss_scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()

@@ -24,11 +24,11 @@ MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapsho
 
 
 class DurableOutputs(Outputs):
-    """Saves in the background, moves aside what others would overwrite, keeps rows that the disk does not take yet."""
+    """Saves in the background, moves aside what others would overwrite, keeps unwritten rows, digests ``final/``."""
 
     _unwritten: tuple[str, ...] = ()  # rows of metrics.jsonl that the disk did not take yet
     _is_edited = False  # final/ by a person, since a run has written it
-    saving: Saving  # what writes the checkpoints, of the extra
+    saving: Saving  # writes the checkpoints; the extra sets it
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         self.sync_log()
