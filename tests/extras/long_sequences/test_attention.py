@@ -124,6 +124,11 @@ def test_eager_attention_keeps_documents_apart_by_a_mask_of_its_own() -> None:
     model.set_attn_implementation("eager")
     attention.check_documents(model)
     assert loss_and_gradients(model, packed)[0].item() == pytest.approx(loss.item(), rel=1e-6)
+    both_ways = built("modernbert", MASKED["modernbert"])  # its own mask covers the row, unlike that of sdpa
+    attention.check_documents(both_ways)
+    both_ways.set_attn_implementation("eager")
+    with pytest.raises(UserError, match=r"other results for them than alone by eager attention\. Leave packing out"):
+        attention.check_documents(both_ways)
 
 
 class Largest(TorchDispatchMode):

@@ -87,10 +87,9 @@ def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     if implementation == "sdpa":
         # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
         return args, {**kwargs, "attention_mask": cuts.new_empty((1, 1, 1, 1)), "documents": documents}
-    if "flash" in implementation:
-        lengths = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest}
-        return args, kwargs | lengths
-    return args, kwargs  # flex_attention: transformers finds the documents by their positions
+    # Without lengths, for eager and flex_attention, transformers finds the documents by their positions.
+    lengths = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest}
+    return args, kwargs | lengths if "flash" in implementation else kwargs
 
 
 def attend(module: nn.Module, *given: Any, documents: Documents | None = None, **options: Any) -> tuple[Tensor, None]:
@@ -230,7 +229,7 @@ def check_documents(model: nn.Module, vocabulary: int = 64) -> None:
 def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64) -> str | None:
     """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
     by its own attention, and together."""
-    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    is_eager = getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
     if isinstance(model, PreTrainedModel):
         vocabulary = min(vocabulary, getattr(model.config.get_text_config(), "vocab_size", vocabulary))
 
@@ -242,9 +241,10 @@ def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64)
         alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
         set_document_boundaries(small)
         if hasattr(small, "set_attn_implementation"):
-            small.set_attn_implementation("eager" if own == "eager" else "sdpa")
+            small.set_attn_implementation("eager" if is_eager else "sdpa")
         changes = differ(logits_on_trial(small, tokens, **inputs), alone)
-        return "a small copy gives other results for them than alone" if changes else None
+        how = " by eager attention" if is_eager else ""
+        return f"a small copy gives other results for them than alone{how}" if changes else None
 
     try:
         return tried_on_small_copies(model, trial)
