@@ -262,6 +262,20 @@ def test_heads_that_are_shared_never_need_all_scores(train: Train) -> None:
     assert train("old", *flags, settings=T4).seen["attention"] == ["efficient"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", sampled([16, None], 2))
+def test_documents_that_share_a_row_are_attended_to_at_once(train: Train, window: int | None) -> None:
+    mistral = {"model_type": "mistral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    mistral |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": window}
+    flags = ("--model_config", json.dumps(mistral), "--packing", "true", "--learning_rate", 1e-3)
+    on_cpu = train("cpu", *flags, "--mixed_precision", "no", settings=None)
+    plain = train("plain", *flags, "--mixed_precision", "bf16")
+    assert_equal(plain, on_cpu, 0.02)
+    assert plain.seen["attention"] == ["flash over lengths"]
+    for name in ("full", "selective", "all"):
+        assert_equal(train(name, *flags, "--mixed_precision", "bf16", *KINDS[name]), plain)
+
+
 # Stopped and resumed
 
 
