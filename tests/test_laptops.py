@@ -210,9 +210,10 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
 
 
 def test_nothing_is_offloaded_where_memory_is_the_hosts() -> None:
-    """Metal has no streams that would copy it either."""
-    tensor: Any = SimpleNamespace(is_floating_point=lambda: True, nbytes=2**30, device=torch.device("mps", 0))
-    assert not OffloadedInputs(print)._moves(tensor)
+    """Metal has no streams that would copy it either; nor have tensors without memory, on which a loss is tried."""
+    for device in ("mps", "meta"):
+        tensor: Any = SimpleNamespace(is_floating_point=lambda: True, nbytes=2**30, device=torch.device(device))
+        assert not OffloadedInputs(print)._moves(tensor)
 
 
 def test_evaluation_asks_the_device_for_no_fp64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ class OffloadedInputs:
     def _moves(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
-        if tensor.device not in self.transfers and tensor.device.type not in ("cpu", "mps"):  # Metal's is the host's
+        if tensor.device not in self.transfers and tensor.device.type not in ("cpu", "mps", "meta"):  # mps: the host's
             self.transfers[tensor.device] = StreamTransfers(tensor.device)
         return tensor.device in self.transfers and not hasattr(tensor, "to_local")  # no DTensor
 
