@@ -221,6 +221,9 @@ def test_packed_rows_need_no_padding_and_scaled_positions_are_more() -> None:
     assert position_limit(question(model_config=fields).config) == 4096
     doubled = question(model_config=fields, rope_scaling="yarn", rope_scaling_factor=2.5)
     assert position_limit(doubled.config) == 10240
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+    again = question(model_config={**fields, "rope_parameters": rope}, rope_scaling="yarn", rope_scaling_factor=8)
+    assert position_limit(again.config) == 8192
     free = question(model_config=fields, rope_scaling="yarn")
     assert position_limit(free.config) is None
     assert longest_length(free, Predictions(Synthetic()))[0] > 10240

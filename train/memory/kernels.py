@@ -82,8 +82,7 @@ class Costs:
                 reached = REACHED_EFFICIENT_FLOPS
         elif formula is not None:
             flops = float(formula(*args, **kwargs, out_val=result))
-        traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        self.add(flops, traffic, dtype, repeats, reached)
+        self.add(flops, sum(t.numel() * t.element_size() for t in (*inputs, *outputs)), dtype, repeats, reached)
 
     def add(self, flops: float, traffic: float, dtype: torch.dtype, repeats: int, reached: float) -> None:
         """Adds a kernel ``repeats`` times: in ``dtype`` at a share of its rate, moving ``traffic`` bytes."""

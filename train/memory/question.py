@@ -95,8 +95,7 @@ def _micro_batch_size(config: Config, world_size: int) -> int:
     optim, max_tokens = config.optimization, config.get("max_tokens_per_micro_batch")
     if max_tokens is None:
         return int(optim.micro_batch_size)
-    most = (optim.global_batch_size or world_size) - world_size + 1
-    return max(1, min(max_tokens // config.data.max_length, most))
+    return max(1, min(max_tokens // config.data.max_length, (optim.global_batch_size or world_size) - world_size + 1))
 
 
 def vocabulary_size(config: Config) -> int:
@@ -122,7 +121,9 @@ def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
     limit, factor = _model_says(config, "max_position_embeddings") or -1, config.get("rope_scaling_factor")
     if limit < 0 or config.get("rope_scaling", "none") != "none":  # -1: transformers' word for none
-        return math.ceil(limit * factor) if limit > 0 and factor else None
+        rope = _model_says(config, "rope_parameters") or {}  # by it, where YaRN has made them more
+        trained = rope.get("full_attention", rope).get("original_max_position_embeddings", limit)
+        return math.ceil(trained * factor) if limit > 0 and factor else None
     import torch
     from transformers import AutoConfig, AutoModel
 
@@ -136,8 +137,8 @@ def position_limit(config: Config) -> int | None:
     return limit
 
 
-def _model_says(config: Config, name: str) -> int | None:
-    """A size in the configuration of the model, before ``rope_scaling``; None where nothing says it."""
+def _model_says(config: Config, name: str) -> Any:
+    """A number or mapping in the configuration of the model, before ``rope_scaling``; None where nothing says it."""
     architecture, given = config.architecture, config.architecture.model_config
     if given is None:
         from train.tasks import stored_config
@@ -149,7 +150,7 @@ def _model_says(config: Config, name: str) -> int | None:
     size = given.get(name)
     with suppress(KeyError, ValueError):  # the builder reports it, and what is not a number
         size = size or given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
-    return size if isinstance(size, int) else None
+    return size if isinstance(size, int | dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)
