@@ -814,8 +814,46 @@ def test_the_extra_shown_in_the_docs_adds_its_figure(fork: Fork) -> None:
 
 
 @pytest.mark.slow
+def test_an_extra_that_ends_a_run_before_its_first_step_evaluates_the_model(fork: Fork) -> None:
+    flags = (*LISTOPS, *QUICK)
+    _, trained = fork.trains(*flags, "--model_config", TINY, "--learning_rate", 0.01)
+    shutil.move(fork.output / "final", fork.folder / "trained")
+    (fork.folder / "train" / "extras" / "only_evaluate").mkdir()
+    code = "class Extra(extras.Extra):\n    def ends_early(self, run, progress):\n        return True\n"
+    fork.write("train/extras/only_evaluate/__init__.py", "from train import extras\n\n\n" + code)
+    order = fork.folder / "train" / "extras" / "__init__.py"
+    order.write_text(order.read_text().replace('NAMES = "', 'NAMES = "only_evaluate ', 1))
+    done = fork.run(*flags, "--model", "trained", "--resume", "never")
+    assert done.returncode == EXIT_DONE, done.stderr
+    [row] = [row for row in read_metrics(fork.output / "metrics.jsonl") if row.get("split") == "validation"]
+    expected = trained["result"]["validation"]["loss"]
+    assert (row["step"], row["loss"]) == (0, pytest.approx(expected, rel=1e-6))
+
+
+@pytest.mark.slow
+def test_the_second_set_shown_in_the_docs_is_evaluated_with_the_first(fork: Fork) -> None:
+    with_extra(fork, "second_set")
+    texts = {"train": ["abcdefgh " * 4] * 9, "first": ["abc abc"] * 3, "second": ["hgf edcba"] * 2}
+    for name, rows in texts.items():
+        fork.write(f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in rows))
+    common = ("--dataset", "train.jsonl", "--eval_every_steps", 1, *QUICK)
+    flags = (*common, "--model_config", TINY, "--validation_dataset", "first.jsonl", "--metric_for_best", "second_loss")
+    _, summary = fork.trains(*flags)
+    rows = [row for row in read_metrics(fork.output / "metrics.jsonl") if row["kind"] == "evaluation"]
+    assert summary["best_metric"] == min(row["second_loss"] for row in rows) == rows[-1]["second_loss"]
+    assert "nothing to do" in fork.run(*flags).stdout
+    shutil.move(fork.output / "final", fork.folder / "trained")
+    alone = ("--model", "trained", "--validation_dataset", "second.jsonl", "--learning_rate", 1e-12)
+    _, again = fork.trains(*common, *alone, "--resume", "never")
+    assert again["result"]["validation"]["loss"] == pytest.approx(summary["best_metric"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_the_average_shown_in_the_docs_is_evaluated_saved_and_restored(fork: Fork) -> None:
     with_extra(fork, "average", ("0.999", "0.5"))
+    refused = fork.run(*LISTOPS, "--model_config", TINY, "--load_best_model_at_end", True, "--eval_every_steps", 1)
+    assert refused.returncode == EXIT_USAGE
+    assert "the average cannot be combined with load_best_model_at_end: leave it out" in refused.stderr
     flags = *LISTOPS, *QUICK, "--save_every_steps", 1, "--save_total_limit", 9, "--lr_scheduler", "constant"
     assert fork.run(*flags, "--model_config", TINY, "--learning_rate", 0.01, "--max_steps", 2).returncode == EXIT_DONE
     _, summary = fork.trains(*flags, "--model_config", TINY, "--learning_rate", 0.01)  # resumes

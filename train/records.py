@@ -102,7 +102,7 @@ class MicroBatch:
 
     inputs: dict[str, Any]  # of the forward, with input_ids (B, S, ...): tensors, or objects with to and pin_memory
     labels: torch.Tensor  # aligned with the logits, (B, S) or (B,); IGNORE is not a target
-    num_targets: int
+    num_targets: int  # labels that are not IGNORE: the gradient is divided by their sum, so count again what you cut
     example_ids: tuple[int, ...]  # position of each in its split; () for a dummy batch, which keeps ranks in step
     num_tokens: int  # input positions that hold a token of an example; the others are padding
 

@@ -113,11 +113,13 @@ def test_compiled_data_parallelism_is_left_alone_and_told(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("on_oom", ["auto", "split"])
 def test_an_engine_of_another_extra_is_left_alone_and_told_where_recovery_was_asked_for(on_oom: str) -> None:
     run, engine = run_with(on_oom=on_oom), type("Own", (Engine,), {})
-    run.outputs.note = Mock()
-    own = engine(run.accelerator, run.config)
-    assert Extra().wrap_step(run, own) is own
+    own, changed = engine(run.accelerator, run.config), Engine(run.accelerator, run.config)
+    changed.step = Mock()  # type: ignore
     said = "on_oom: split does nothing here: another engine makes the step" if on_oom == "split" else None
-    run.outputs.note.assert_called_once_with(said)
+    for kept in (own, changed):
+        run.outputs.note = Mock()
+        assert Extra().wrap_step(run, kept) is kept
+        run.outputs.note.assert_called_once_with(said)
 
 
 @pytest.mark.parametrize("launch", [Launch(1, engine="fsdp2"), Launch(2, engine="fsdp2"), Launch(2, tp_size=2)])

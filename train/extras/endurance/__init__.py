@@ -144,7 +144,7 @@ class Extra(extras.Extra):
         if launch.engine != "ddp" or launch.mp_size > 1:
             # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting.
             why = f"{launch} cannot repeat a step"
-        elif type(engine) is not Engine:
+        elif type(engine) is not Engine or vars(engine).keys() - {"accelerator", "config", "mark"}:  # changed in place
             why = "another engine makes the step"
         elif not is_alone and run.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # type: ignore
             why = "DDP is compiled"
@@ -208,7 +208,7 @@ class Extra(extras.Extra):
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
         # In fp16 the first scales overflow; and steps that a rollback has undone are counted, too.
-        if progress.step == progress.nonfinite_steps and not progress.rollbacks and run.accelerator.scaler is None:
+        if 0 < progress.step == progress.nonfinite_steps and not progress.rollbacks and run.accelerator.scaler is None:
             remedy = "Look at the examples in metrics.jsonl, or lower the learning rate"
             raise UserError(f"none of {progress.step} steps had a finite gradient: no weight has changed. {remedy}.")
         self._is_trained = True

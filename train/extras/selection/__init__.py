@@ -59,7 +59,7 @@ class Extra(extras.Extra):
         if options.load_best_model_at_end or options.early_stopping_patience:
             best = f"{'highest' if self._grows else 'lowest'} {self._metric}"
             run.outputs.note(f"best: the {best} of the validation split")
-        self._digests = {split: examples_digest(own) for split, own in examples.items() if split != "train"}
+        self._digests = {split: examples_digest(examples[split]) for split in {"test", "validation"} & examples.keys()}
         self._data = run.outputs.validation_data = self._digests["validation"]
         if run.outputs.is_main:  # alone, because it has to read all of final/ to trust its summary
             self._earlier = run.outputs.earlier_summary
