@@ -42,8 +42,7 @@ def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
     choice.add_argument("--only", nargs="*", metavar="EXTRA", choices=list(here))
     asked = parser.parse_args(words)
     target = asked.target.expanduser().resolve()
-    is_used = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if is_used or target.is_relative_to(ROOT):
+    if (target.exists() and (not target.is_dir() or any(target.iterdir()))) or target.is_relative_to(ROOT):
         parser.error(f"{target} is not empty, or inside the template. Give a new folder, such as ../my_project.")
     keep = {name for name in here if (name not in asked.without if asked.only is None else name in asked.only)}
     lines = []

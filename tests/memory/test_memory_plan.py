@@ -434,6 +434,26 @@ def test_longest_length(total_gib: float) -> None:
     assert len(predictions.known) <= 9
 
 
+@pytest.mark.parametrize(
+    ("changes", "may_grow"),
+    [
+        ({}, True),
+        ({"max_position_embeddings": 4096}, False),  # as many as the model takes
+        ({"sharding": "ddp", "world_size": 2}, False),  # asked for
+    ],
+)
+def test_a_longest_length_that_weights_on_the_host_might_exceed_says_so(
+    changes: dict[str, Any], may_grow: bool
+) -> None:
+    positions, predictions = changes.pop("max_position_embeddings", 10**6), Predictions(Synthetic())
+    asked = replace(question(8, model_config={**LLAMA, "max_position_embeddings": positions}), **changes)
+    found = replace_length(asked, longest_length(asked, predictions)[0])
+    text = plan_text(found, make_plan(found, predictions, is_open=True), None, longest=True)
+    assert text.splitlines()[0].startswith("Longest that fits on ")
+    assert ("--sharding fsdp2_offload may fit more" in text.splitlines()[0]) == may_grow
+    assert ("The model takes no more." in text.splitlines()[0]) == (positions == 4096)
+
+
 def test_longest_length_may_be_on_the_host_where_nothing_can_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra activations."""
     kept = {name: value for name, value in to_values(question().config).items() if "checkpointing" not in name}
@@ -640,6 +660,16 @@ def test_precision(device: str, capability: Any, changes: dict[str, Any], precis
     assert asked.precision(asked.shardings[0]) == precision
     # the configuration as it stands is predicted as a run of it would compute
     assert asked.asked.mixed_precision == (changes.get("mixed_precision") or precision)
+
+
+@pytest.mark.parametrize("precision", [None, "no", "fp16", "bf16"])
+def test_weights_in_bf16_are_not_planned_on_a_card_without_it(precision: str | None) -> None:
+    """A run there refuses them."""
+    asked = replace(
+        question(2, dtype="bfloat16", mixed_precision=precision), device=Device("t4", 2 * GIB, 0, (7, 5), 3e11)
+    )
+    with pytest.raises(UsageError, match=r"^dtype: t4 has no bf16. Use float32 with mixed_precision: fp16"):
+        make_plan(asked, Predictions(Synthetic()))
 
 
 def test_a_card_without_bf16_computes_in_fp32_where_weights_are_on_the_host() -> None:

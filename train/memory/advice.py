@@ -12,7 +12,7 @@ from train.config import Config, to_values
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
 from train.memory.predict import OFFLOAD, ROOT
-from train.memory.question import MARGIN, STAND_IN, UNPADDED, Question, Setting
+from train.memory.question import MARGIN, STAND_IN, UNPADDED, Question, Setting, position_limit
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
@@ -20,7 +20,11 @@ def plan_text(question: Question, plan: Plan, command: str | None, longest: bool
     shown = plan.asked or plan.best or plan.smallest
     lines = [] if plan.problem is None else [f"Cannot run as it stands: {plan.problem}"]
     if longest:
-        lines.append(f"Longest that fits on {question.device.name}: {question.config.data.max_length:,} tokens.")
+        length, limit = question.config.data.max_length, position_limit(question.config) or math.inf
+        may_grow = length + 1024 <= limit and OFFLOAD in question.stages[-1][1] and shown.setting.sharding != OFFLOAD
+        more = " The model takes no more." if length + 1024 > limit else ""
+        more = f" --sharding {OFFLOAD} may fit more: weights and optimizer in host memory." if may_grow else more
+        lines.append(f"Longest that fits on {question.device.name}: {length:,} tokens.{more}")
     if plan.asked is not None or not longest:
         lines.append(_verdict(question, shown))
     lines += ["", *_parts(question, shown), "", *_proposal(question, plan, command)]

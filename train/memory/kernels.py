@@ -123,8 +123,7 @@ def attention_kernel(
     if is_half and card.prefers_cudnn and CUDNN_FIRST and _cudnn_takes(sizes, capability, trains):
         is_known_dropout = RELEASE < (2, 12) or dropout * 16 % 1 == 0  # cuDNN counts in sixteenths
         is_single = key.shape[2] == 1 or (dropout > 0 and query.shape[2] == 1)
-        is_known_mask = mask is None or (mask.ndim in (2, 4) and not mask.requires_grad)
-        if is_known_dropout and is_known_mask and not is_single:
+        if is_known_dropout and not is_single and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad)):
             return "cudnn"
     lacks_backward = trains and flash_lacks_backward(capability, sizes[0], dropout)
     is_plain = mask is None and not (is_causal and query.shape[2] != key.shape[2])

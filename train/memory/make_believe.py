@@ -112,8 +112,7 @@ def _check(device: str) -> None:
     """One forward, backward and scaled update, of which every type and device must be right."""
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(8, 4, device=device))
-        scaler = torch.amp.GradScaler(device)
-        optimizer = torch.optim.AdamW([weight], fused=True)
+        scaler, optimizer = torch.amp.GradScaler(device), torch.optim.AdamW([weight], fused=True)
         with torch.autocast(device, torch.float16):
             out = torch.empty(2, 4, device=device) @ weight.T
         scaler.scale(out.float().sum()).backward()

@@ -8,7 +8,7 @@ from typing import Any
 from train import extras
 from train.config import Config, to_values
 from train.extras.device import SHORT
-from train.extras.hardware import automatic_precision
+from train.extras.hardware import NO_BF16_WEIGHTS, automatic_precision
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
@@ -278,8 +278,10 @@ class Question:
         return True
 
     def precision(self, sharding: str) -> str | None:
-        """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
+        """The precision asked for, or what a run takes on such a card; UsageError if that lacks bf16 of the weights."""
         asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
+        if self.config.architecture.dtype == "bfloat16" and not (has_bf16 or self.on_cpu):
+            raise UsageError(f"dtype: {self.device.name} {NO_BF16_WEIGHTS}.")
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:

@@ -52,8 +52,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
     """Each example's summed cross-entropy and predictions."""
-    losses = cross_entropy(logits, labels).view(labels.shape)
-    return Scores(losses.reshape(len(labels), -1).sum(1), logits.argmax(-1))
+    return Scores(cross_entropy(logits, labels).reshape(len(labels), -1).sum(1), logits.argmax(-1))
 
 
 @cache

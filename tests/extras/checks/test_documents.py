@@ -22,6 +22,7 @@ from train.tasks import load_task, tokenize
 BYTES = tokenizer_of("bytes")
 ALONE = Launch()
 Rows = list[tuple[str, Any]]
+SPLITS = ("train", "validation")
 
 
 def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, dict[str, datasets.Dataset], Config]:
@@ -63,14 +64,17 @@ def test_tokens_that_packed_examples_lost_are_told() -> None:
     rows = datasets.Dataset.from_dict({"length": [10, 6], "document_length": [[3, 14], [10, 3]]})
     config = Config().changed(max_length=6, packing=True)
     data: Any = SimpleNamespace(
-        task=load_task("causal_lm")(config), corpus=Corpus("own", {}), examples={"train": rows}, label_names=()
+        task=load_task("causal_lm")(config),
+        corpus=Corpus("own", {}),
+        examples=dict.fromkeys(SPLITS, rows),
+        label_names=(),
     )
     assert describe(data, config) == ["2 of 4 documents were cut, to 6 tokens or fewer; 40.0 % of all tokens are lost"]
 
 
 def test_documents_without_an_example_are_counted() -> None:
-    rows = {"text": ["a", "b", "c"]}
-    splits = {name: datasets.Dataset.from_dict(rows) for name in ("train", "validation")}
+    rows = {"text": ["a", "b", "c"], "length": [9, 0, 0]}
+    splits = {name: datasets.Dataset.from_dict(rows) for name in SPLITS}
     examples = {"train": splits["train"].select([0]), "validation": splits["validation"]}
     data: Any = SimpleNamespace(
         task=load_task("causal_lm")(Config()), corpus=Corpus("own", splits), examples=examples, label_names=()
@@ -78,9 +82,10 @@ def test_documents_without_an_example_are_counted() -> None:
     assert describe(data, Config()) == ["at least 2 of 3 train documents gave no example, perhaps by length"]
     packed = {"member_ids": [[0], [1, 2]], "document_length": [[3], [4, 5]], "length": [3, 9]}
     data.examples = {"train": datasets.Dataset.from_dict({**packed, "member_ids": [[0], [2]]})}
-    data.examples["validation"] = datasets.Dataset.from_dict(packed)
+    data.examples["validation"] = datasets.Dataset.from_dict({**packed, "length": [3, 1009]})
     assert describe(data, Config().changed(packing=True)) == [
-        "at least 1 of 3 train documents gave no example, perhaps by length"
+        "at least 1 of 3 train documents gave no example, perhaps by length",
+        "validation has more tokens than training: 1,012, 12",
     ]
 
 
@@ -93,8 +98,7 @@ def test_documents_without_an_example_are_counted() -> None:
     ],
 )
 def test_options_that_a_task_does_not_read_are_told(task: str, unread: list[str]) -> None:
-    rows = datasets.Dataset.from_dict({"text": ["a"]})
-    splits = {"train": rows, "validation": rows}
+    splits = dict.fromkeys(SPLITS, datasets.Dataset.from_dict({"text": ["a"], "length": [1]}))
     config = Config().changed(task=task)
     parts = {"task": load_task(task)(config), "corpus": Corpus("own", splits), "examples": splits, "label_names": ()}
     data: Any = SimpleNamespace(**parts)

@@ -73,6 +73,8 @@ def describe(data: PreparedData, config: Config) -> list[str]:
         made = sum(map(len, column(found, "member_ids"))) if config.get("packing") else len(found)
         if (gone := len(documents) - made) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} {name} documents gave no example, perhaps by length")
+    held_out, trained = (int(column(data.examples[name], "length").sum()) for name in ("validation", "train"))
+    lines += [f"validation has more tokens than training: {held_out:,}, {trained:,}"] if held_out > trained else []
     read, known = {*task.encode_settings, task.target_share}, fields()
     optimizer, schedule = config.optimization.optimizer, config.optimization.lr_scheduler
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")

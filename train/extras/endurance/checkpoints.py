@@ -117,8 +117,7 @@ class Saving:
         rank = run.accelerator.process_index
         tensors = [block.tensor for named in blocks.values() for block in named.values()]
         size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
-        has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
-        if not all(exchange(has_room)):
+        if not all(exchange(size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held))):
             run.outputs.note(NO_ROOM)
             return False
         is_on_card = any(tensor.is_cuda for tensor in tensors)
@@ -169,8 +168,7 @@ def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> Bloc
     if names := list(itertools.chain(*exchange([name for name, tensor in held.items() if not is_finite(tensor)]))):
         what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
         remedy = "Resume from an earlier checkpoint, with a lower learning rate or a longer warm-up."
-        sound = progress.step - progress.consecutive_nonfinite_steps - 1
-        raise DivergenceError(f"{what} {remedy}", progress, sound)
+        raise DivergenceError(f"{what} {remedy}", progress, progress.step - progress.consecutive_nonfinite_steps - 1)
     return blocks
 
 

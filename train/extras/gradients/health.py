@@ -46,8 +46,7 @@ class Health:
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is measured: early ones more often, because that is where most runs go wrong."""
-        is_early = step < self._every_steps and step & (step - 1) == 0
-        return step > 0 and (is_early or step % self._every_steps == 0)
+        return step > 0 and (step % self._every_steps == 0 or (step < self._every_steps and step & (step - 1) == 0))
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:

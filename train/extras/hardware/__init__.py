@@ -19,6 +19,8 @@ from train.figures import several
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
 
+NO_BF16_WEIGHTS = "has no bf16. Use float32 with mixed_precision: fp16; float16 for weights that are not trained"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -57,8 +59,7 @@ def settle_precision(launch: Launch, config: Config, device: extras.torch.device
     """
     asked = config.optimization.mixed_precision
     if config.architecture.dtype == "bfloat16" and device.type == "cuda" and not has_bf16(device):
-        remedy = "Use float32 with mixed_precision: fp16; float16 for weights that are not trained"
-        raise UsageError(f"dtype: {device_name(device)} has no bf16. {remedy}.")
+        raise UsageError(f"dtype: {device_name(device)} {NO_BF16_WEIGHTS}.")
     is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
     if is_open and device.type == "cuda" and launch.engine != "deepspeed":
         precision, line = automatic_precision(launch, config, has_bf16(device))

@@ -23,7 +23,9 @@ class Options:
         replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
-    rope_scaling_factor: float | None = option(None, "Default: as max_length needs.", gt=1, needs="rope_scaling")
+    rope_scaling_factor: float | None = option(
+        None, "New positions ÷ those first trained for.", gt=1, needs="rope_scaling"
+    )
     sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
 
 

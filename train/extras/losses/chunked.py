@@ -108,8 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         if ctx.prepares:
             # In place: a second backward raises. One-dimensional: else it is rounded to the gradient's type first.
-            factor = grad_loss.unsqueeze(0)
-            gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
+            gradients = [None if g is None else g.mul_(grad_loss.unsqueeze(0)) for g in ctx.saved_tensors]
         else:
             *tensors, labels = ctx.saved_tensors
             _, gradients = _in_chunks(tensors, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
@@ -130,8 +129,7 @@ def _in_chunks(
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     ignored = labels == IGNORE
-    classes = labels.masked_fill(ignored, 0)
-    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    classes, loss = labels.masked_fill(ignored, 0), torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
         for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype), objective.softcap):

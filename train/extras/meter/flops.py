@@ -132,8 +132,7 @@ def _count(twin: Any, lengths: Sequence[int], is_body: bool) -> list[int]:
             module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape), False)
         if hasattr(module, "compute_whole"):  # in tiles an operator of backward could not be told from one repeated
             module.forward = module.compute_whole
-    part = twin.float().base_model if is_body else twin.float()
-    counts = []
+    part, counts = twin.float().base_model if is_body else twin.float(), []
     for length in lengths:
         named = inputs_on_trial(twin, torch.zeros((1, length), dtype=torch.long))
         with _FlopCounter() as counter, torch.enable_grad():

@@ -44,8 +44,7 @@ class Bf16AdamW(torch.optim.AdamW):
         state["step"] += 1
         steps = int(state["step"].item())  # on the host: nothing waits
         beta1, beta2 = group["betas"]
-        step_size = group["lr"] / (1 - beta1**steps)
-        second_scale = 1 / math.sqrt(1 - beta2**steps)
+        step_size, second_scale = group["lr"] / (1 - beta1**steps), 1 / math.sqrt(1 - beta2**steps)
         tensors: Any = torch.atleast_1d(parameter.grad, parameter, *(state[name] for name in names))
         elements = CHUNK_ELEMENTS_ON_CPU if parameter.device.type == "cpu" else CHUNK_ELEMENTS
         rows = max(1, elements * len(tensors[0]) // max(1, parameter.numel()))
