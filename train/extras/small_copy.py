@@ -27,8 +27,7 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
     ids = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1)
     classes = sizes[task.label_names is not Task.label_names]  # a task with tags, too, names its classes
-    inputs = {"input_ids": ids}
-    needed = (2, classes) if task.labelled else (*ids.shape, classes)
+    inputs, needed = {"input_ids": ids}, (2, classes) if task.labelled else (*ids.shape, classes)
     is_plain = (task.loss_sum, task.collate) == (Task.loss_sum, Task.collate) and not hasattr(task, "longest_example")
     if hasattr(model, "_from_config") or not is_plain:
         return None  # of transformers, or of a task that may need another shape
@@ -176,6 +175,8 @@ def _shrunk(model: Any, factor: int, layers: int) -> nn.Module:
                 limits = [limit for pattern, limit in LIMITS.items() if re.search(pattern, name)]
                 limits += [keep] if value == count and re.search("layer|block", name) else []
                 setattr(part, name, min(value, *limits or [value // factor if is_width else value]))
+        rope = getattr(part, "rope_parameters", None) or {}  # longrope: a factor for each pair of dimensions of a head
+        rope |= {name: value[-(len(value) // factor) :] for name, value in rope.items() if isinstance(value, list)}
     if factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH:
         raise ValueError("too narrow")
     with torch.device("meta"):

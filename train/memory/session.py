@@ -50,8 +50,7 @@ class MemorySession:
     def _jobs(self, config: Config) -> list[Job]:
         """Steps of ``config`` with the longest examples of this run's data, and the evaluation of the longest."""
         run, data, tokenizer = replace(self._run, config=config), self._data, self._data.tokenizer
-        evaluated = _evaluated(run, data)
-        sharding = "ddp" if run.launch.world_size > 1 else "none"
+        evaluated, sharding = _evaluated(run, data), "ddp" if run.launch.world_size > 1 else "none"
         if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
             sharding = OFFLOAD if run.launch.offloads and self._device.type != "cpu" else "fsdp2"
         device = find_device("cpu") if self._device.type == "cpu" else this_device()  # a CPU run may have a card unused

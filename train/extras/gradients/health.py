@@ -65,8 +65,7 @@ class Health:
                 hook.remove()
 
     def _see(self, layer: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) and output else output
-        known = self._activations
+        output, known = output[0] if isinstance(output, tuple) and output else output, self._activations
         # An output embedding may give the sum of losses.
         if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel() > 1:
             low, high = torch.aminmax(local(output))

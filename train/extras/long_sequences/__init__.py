@@ -88,7 +88,7 @@ class Extra(extras.Extra):
 
         is_tried = hasattr(network, "_from_config") or run.config.get("check_model") is not False
         if run.config.of(Options).packing and not run.is_planned and is_tried:
-            attention.check_documents(network, sizes[0])
+            attention.check_documents(network, sizes[0], run.config.data.max_length)
 
     def change_model(self, run: Run, network: extras.Module, task: type[extras.Task]) -> None:
         from train.extras.long_sequences import attention, heads

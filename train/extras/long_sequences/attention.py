@@ -218,15 +218,15 @@ def has_short_windows(model: Any, max_length: int) -> bool:
     return False
 
 
-def check_documents(model: nn.Module, vocabulary: int = 64) -> None:
+def check_documents(model: nn.Module, vocabulary: int = 64, max_length: int = 0) -> None:
     """Raises UsageError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
-    if obstacle := obstacle_to_documents(model, vocabulary=vocabulary):
+    if obstacle := obstacle_to_documents(model, vocabulary=vocabulary, max_length=max_length):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         remedy = "Leave packing out, or take another model (llama, bert ..., your own: docs/extras/long_sequences.md)"
         raise UsageError(f"packing: {name} cannot keep documents apart that share a row: {obstacle}. {remedy}.")
 
 
-def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64) -> str | None:
+def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64, max_length: int = 0) -> str | None:
     """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
     by its own attention, and together."""
     is_eager = getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
@@ -236,6 +236,9 @@ def obstacle_to_documents(model: Any, shared: bool = True, vocabulary: int = 64)
     def trial(small: Any) -> str | None:
         tokens = torch.cat([row := tokens_on_trial(small, vocabulary=min(64, vocabulary)), row.flip(1)])
         documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
+        rope = getattr(getattr(small, "config", None), "rope_parameters", None) or {}
+        if rope.get(trained := "original_max_position_embeddings", max_length) < max_length:
+            rope[trained] = 6  # above which longrope has other factors, for all documents of a batch
         inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
         rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
         alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])

@@ -161,8 +161,7 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(now, self.phase, by_kind, str(operator))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_place = adds_in_place(func, args, kwargs)
-        result = func(*args, **(kwargs or {}))
+        in_place, result = adds_in_place(func, args, kwargs), func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self.see(tensor)
         if not in_place:  # the first of the two gradients is gone with the next operator

@@ -136,8 +136,7 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
         draw(axes)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
-        text = io.StringIO()
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        text, no_metadata = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     prefix = re.sub(r"\W+", "-", title.lower())
     drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.getvalue())
