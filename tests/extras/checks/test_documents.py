@@ -85,7 +85,7 @@ def test_documents_without_an_example_are_counted() -> None:
     data.examples["validation"] = datasets.Dataset.from_dict({**packed, "length": [3, 1009]})
     assert describe(data, Config().changed(packing=True)) == [
         "at least 1 of 3 train documents gave no example, perhaps by length",
-        "validation has more tokens than training: 1,012, 12",
+        "training has only 12 tokens, validation 1,012",
     ]
 
 

@@ -74,7 +74,7 @@ def describe(data: PreparedData, config: Config) -> list[str]:
         if (gone := len(documents) - made) > 0:
             lines.append(f"at least {gone:,} of {len(documents):,} {name} documents gave no example, perhaps by length")
     held_out, trained = (int(column(data.examples[name], "length").sum()) for name in ("validation", "train"))
-    lines += [f"validation has more tokens than training: {held_out:,}, {trained:,}"] if held_out > trained else []
+    lines += [f"training has only {trained:,} tokens, validation {held_out:,}"] if held_out > trained else []
     read, known = {*task.encode_settings, task.target_share}, fields()
     optimizer, schedule = config.optimization.optimizer, config.optimization.lr_scheduler
     unread = dict.fromkeys({"mlm_probability", "truncation"} - read, "task")

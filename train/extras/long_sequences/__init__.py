@@ -23,9 +23,7 @@ class Options:
         replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
-    rope_scaling_factor: float | None = option(
-        None, "New positions ÷ those first trained for.", gt=1, needs="rope_scaling"
-    )
+    rope_scaling_factor: float | None = option(None, "Positions ÷ those first trained for.", gt=1, needs="rope_scaling")
     sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
 
 
