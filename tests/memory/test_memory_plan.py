@@ -670,6 +670,8 @@ def test_weights_in_bf16_are_not_planned_on_a_card_without_it(precision: str | N
     )
     with pytest.raises(UsageError, match=r"^dtype: t4 has no bf16. Use float32 with mixed_precision: fp16"):
         make_plan(asked, Predictions(Synthetic()))
+    with pytest.raises(UsageError, match=r"^dtype: t4 has no bf16"):
+        predicted(asked, Predictions(Synthetic()))
 
 
 def test_a_card_without_bf16_computes_in_fp32_where_weights_are_on_the_host() -> None:

@@ -278,10 +278,8 @@ class Question:
         return True
 
     def precision(self, sharding: str) -> str | None:
-        """The precision asked for, or what a run takes on such a card; UsageError if that lacks bf16 of the weights."""
+        """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
         asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
-        if self.config.architecture.dtype == "bfloat16" and not (has_bf16 or self.on_cpu):
-            raise UsageError(f"dtype: {self.device.name} {NO_BF16_WEIGHTS}.")
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
@@ -290,10 +288,12 @@ class Question:
         return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
-        """The step with ``setting``; raises UsageError if the optimizer asked for does not work with it."""
-        config = self.config.changed(**self.changes(setting))
+        """The step with ``setting``; raises UsageError if the optimizer or dtype asked for does not work with it."""
+        config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
+        if config.architecture.dtype == "bfloat16" and not self.on_cpu and target.capability < (8, 0):
+            raise UsageError(f"dtype: {self.device.name} {NO_BF16_WEIGHTS}.")
         extras.check(config, self._launch(setting.sharding))
-        job = job_of(config, target_of(self.device), self.vocab_size, self.num_labels, self.world_size)
+        job = job_of(config, target, self.vocab_size, self.num_labels, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:

@@ -136,15 +136,15 @@ def test_a_model_whose_rotary_factors_change_with_the_longest_document_is_packed
     width: int, rotates: float
 ) -> None:
     """Phi-3 and Phi-4-mini by their sizes; their small copies have as many factors as pairs of dimensions."""
-    pairs, short = int(width // 24 * rotates) // 2 if width > 64 else 8, 128
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": short}
+    heads, short = width // 128 or 4, 128
+    pairs = int(width // heads * rotates) // 2
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": rotates}
     rope |= {"short_factor": [1.0] * pairs, "long_factor": [1.0 + pair for pair in range(pairs)]}
-    sizes = {"hidden_size": width, "num_attention_heads": 24 if width > 64 else 4, "intermediate_size": 2 * width}
-    rope |= {"partial_rotary_factor": rotates}
-    more = {"num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 4096, **MARKS}
-    more |= {"original_max_position_embeddings": short, "rope_parameters": rope}
+    trained = {"original_max_position_embeddings": short}
+    sizes = {**SIZES, **MARKS, "hidden_size": width, "num_attention_heads": heads, "max_position_embeddings": 4096}
+    config = AutoConfig.for_model("phi3", **sizes, **trained, rope_parameters={**rope, **trained})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **sizes, **more))
+        model = AutoModelForCausalLM.from_config(config)
     attention.check_documents(model, 97, max_length=short)
     with pytest.raises(UserError, match=r"packing: phi3 cannot keep documents apart .* than alone"):
         attention.check_documents(model, 97, max_length=short + 1)

@@ -32,8 +32,8 @@ def check_sizes(config: PretrainedConfig, num_tokens: int, max_length: int, skip
         give = "give the tokenizer that belongs to it (leave --tokenizer out), or a larger vocab_size in model_config"
         raise UserError(f"the model has {vocab_size} embeddings, the tokenizer {num_tokens} tokens: {give}.")
     if max_length > (limit := (getattr(config, LIMIT, None) or 0) - skipped) > 0:
-        give = f"give --max_length {limit} or less, --rope_scaling yarn where positions are rotary and not scaled yet, "
-        give += "or a config with more max_position_embeddings"
+        give = f"give --max_length {limit} or less, --rope_scaling yarn (without a factor) where positions are rotary, "
+        give += "not scaled in another way, or a config with more max_position_embeddings"
         raise UserError(f"max_length: {max_length} is more than the model's {limit} positions: {give}.")
 
 
