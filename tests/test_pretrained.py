@@ -57,6 +57,30 @@ def test_all_modules_are_in_training_mode_in_every_step_and_in_none_of_an_evalua
     assert summary["steps"] == 4
 
 
+@pytest.mark.parametrize("is_function", [False, True])
+def test_no_kernels_come_from_the_hub(
+    is_function: bool, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers from 5.25 on takes them in ``from_pretrained`` unless told otherwise."""
+    monkeypatch.setenv("USE_HUB_KERNELS", "")
+    monkeypatch.delenv("USE_HUB_KERNELS")
+    plain, uses = transformers.GPT2LMHeadModel.forward, set[bool]()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        uses.add(self.use_kernels)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", forward)
+    model = stored(tmp_path / "gpt2", 0.0)
+    (tmp_path / "own.py").write_text(
+        "import transformers\n\n\ndef build(config):\n"
+        f"    return transformers.AutoModelForCausalLM.from_pretrained({str(model)!r})\n"
+    )
+    own = ("--model", f"{tmp_path / 'own.py'}:build", "--tokenizer", "bytes") if is_function else ("--model", model)
+    assert train(recipe, tmp_path / "run", *FLAGS, "--max_steps", 1, *own) == EXIT_DONE
+    assert uses == {False}
+
+
 def test_a_classifier_is_trained_on_another_number_of_classes(recipe: Path, tmp_path: Path) -> None:
     """Its head is drawn like a new one; everything else is the one that was stored."""
     config = transformers.GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, num_labels=2)  # type: ignore

@@ -1,5 +1,6 @@
 """From the configuration to a model with its loss: from a folder, the Hub, an architecture, or a function of yours."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def build_network(
     run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool = True
 ) -> nn.Module:
     """A function's network, or one of transformers from a configuration that extras may change; not checked yet."""
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # they would take memory that no plan knows, and a download
     own = run.config.architecture
     model_config, arguments = model_config_of(run, task, tokenizer)
     network: Any = call_function(own.name, "model", run.config) if own.is_function else None
