@@ -347,7 +347,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         sys.path.remove(folder)  # our entry only: the module may have put others before it
     if not callable(function):
         give = "Give module:function, importable from the current folder, or file.py:function."
-        raise UserError(f"{flag} {spec!r}: there is no such module or function. {give}")
+        raise UserError(f"{flag} {spec!r}: no such file, module or function. {give}")
     return function
 
 

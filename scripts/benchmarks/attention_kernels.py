@@ -73,7 +73,7 @@ def cases() -> list[Case]:
 
 def expected(case: Case, target: Target) -> str:
     """The planner's choice."""
-    from train.memory.kernels import attention_kernel
+    from train.memory.card_kernels import attention_kernel
 
     query, key, mask = case.tensors("meta")
     return attention_kernel(target, (query, key, key), mask, case.dropout, is_causal=not case.has_mask)

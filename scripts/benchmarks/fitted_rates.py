@@ -4,7 +4,7 @@
 
 Reads docs/results/memory_accuracy-nvidia-h200.json. Each of its steps is predicted once, operator by operator; a grid
 over the shares then finds those with which estimates of the steps in half precision are closest to what was measured
-(least squares of the logarithms). ``train/memory/kernels.py`` has those in use.
+(least squares of the logarithms). ``train/memory/card_kernels.py`` has those in use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Step(NamedTuple):
 def timed_steps() -> list[Step]:
     """The steps of the file, predicted in this process."""
     from scripts.benchmarks.accuracy_cases import large_cases, title
-    from train.memory import kernels, trial
+    from train.memory import card_kernels as kernels
+    from train.memory import trial
     from train.memory.devices import find_device
 
     rows = json.loads((harness.RESULTS / "memory_accuracy-nvidia-h200.json").read_text(encoding="utf-8"))["rows"]
@@ -91,7 +92,7 @@ def main() -> int:
     """Prints the ratios with the shares in use and with the best of the grid."""
     building.use_expandable_segments()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from train.memory import kernels
+    from train.memory import card_kernels as kernels
 
     steps = timed_steps()
     fitted = [step for step in steps if step.is_half]

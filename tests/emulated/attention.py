@@ -1,4 +1,4 @@
-"""What the card's attention kernels compute, by the CPU's; ``train.memory.kernels`` says which one the card takes."""
+"""What the card's attention kernels compute, by the CPU's; ``train.memory.card_kernels`` says which it takes."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def install(settings: Settings) -> None:
     """From now on this process has the card."""
     from train import extras
     from train.memory import make_believe
-    from train.memory.kernels import card_attention
+    from train.memory.card_kernels import card_attention
     from train.memory.predict import Target
 
     make_believe.install("cuda", settings.capability)

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.memory import use_expandable_segments, uses_expandable_segments
 from train.memory.allocator import CachingAllocator, least_reserved_bytes, replay
+from train.memory.card_kernels import Costs
 from train.memory.fakes import FakeTracker
-from train.memory.kernels import Costs
 
 KIB, MIB = 2**10, 2**20
 

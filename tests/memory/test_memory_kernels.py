@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import flop_registry
 
-from train.memory import kernels
+from train.memory import card_kernels as kernels
+from train.memory.card_kernels import Costs, attention_kernel
 from train.memory.devices import this_device
-from train.memory.kernels import Costs, attention_kernel
 from train.memory.predict import Target
 from train.memory.question import target_of
 

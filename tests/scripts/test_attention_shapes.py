@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks import attention_shapes
-from train.memory import kernels
+from train.memory import card_kernels as kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "results" / "attention_shapes-nvidia-h200.json"

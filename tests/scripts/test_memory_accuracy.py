@@ -13,8 +13,8 @@ from support import takes_minutes
 
 from scripts.benchmarks import accuracy_cases, attention_kernels, memory_accuracy
 from scripts.benchmarks.accuracy_cases import large_cases, small_cases, title
+from train.memory.card_kernels import attention_kernel
 from train.memory.devices import find_device
-from train.memory.kernels import attention_kernel
 from train.memory.predict import Job, Prediction, Target
 from train.memory.question import target_of
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, UserError
@@ -183,7 +183,7 @@ def test_the_truth_table_is_what_the_planner_expects() -> None:
 def test_where_torch_chooses_otherwise_is_shown_first_and_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("train.memory.kernels.RELEASE", (2, 13))
+    monkeypatch.setattr("train.memory.card_kernels.RELEASE", (2, 13))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("train.memory.devices.this_device", lambda: find_device("h100"))
     monkeypatch.setattr(attention_kernels.building, "this_target", lambda: Target("cuda", (9, 0), True))

@@ -458,7 +458,7 @@ def test_a_task_may_be_a_file_outside_the_template(tmp_path: Path) -> None:
     assert issubclass(task, causal_lm.Task) and task.name == "riddles" and task is load_task(f"{spec}:Task")
     with pytest.raises(UsageError, match=r"task: .*riddles\.py:one is not a subclass of train\.tasks\.Task"):
         load_task(f"{spec}:one")
-    with pytest.raises(UserError, match=r"task '.*:number': there is no such module or function"):
+    with pytest.raises(UserError, match=r"task '.*:number': no such file, module or function"):
         load_task(f"{spec}:number")
 
 

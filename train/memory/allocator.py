@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
-from train.memory.kernels import rounded_up
+from train.memory.card_kernels import rounded_up
 
 _MIB = 2**20
 SMALL_REQUEST_BYTES = _MIB  # the largest of the small pool; also what a large block must have left over to be split

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from train.config import Config, call_function
 from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, adds_in_place, storage_of, tensors_in
-from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
+from train.memory.card_kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")

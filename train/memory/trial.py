@@ -21,8 +21,8 @@ from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag
 from train.launch import Launch, accelerator_options, shard_by_layer
 from train.memory import make_believe, uses_expandable_segments
 from train.memory.allocator import least_reserved_bytes, replay
+from train.memory.card_kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, fake_weights, few_pieces
-from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import GUESS, HALF, OFFLOAD, SHARDED_WEIGHTS, Job, Prediction, Target, random_batch
 from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state

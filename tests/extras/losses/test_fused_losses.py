@@ -280,7 +280,7 @@ def test_kernels_on_a_card_are_as_good_as_all_logits(kernel: str, dtype: torch.d
 
 
 def test_a_prediction_can_put_its_own_in_place_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As train/memory/kernels.py does: packages do not run on fake tensors."""
+    """As train/memory/card_kernels.py does: packages do not run on fake tensors."""
     for name, sum_of in (("cut_cross_entropy", cce_sum), ("liger_cross_entropy", liger_sum)):
         monkeypatch.setattr(fused, name, lambda hidden, *rest, **how: hidden.sum() * 7)
         found = sum_of(torch.ones(3, 2), torch.ones(5, 2), None, labels=torch.zeros(3, dtype=torch.long))
