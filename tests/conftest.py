@@ -75,14 +75,11 @@ def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _device_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
-    """accelerate keeps the device of a process's first Accelerator; a test for a card begins without one."""
-    is_gpu = request.node.get_closest_marker("gpu") is not None
-    if is_gpu:
-        forget_device()
+def _device_of_its_own() -> Iterator[None]:
+    """accelerate keeps device and precision of a process's first Accelerator; each test begins without one."""
+    forget_device()
     yield
-    if is_gpu:
-        forget_device()
+    forget_device()
 
 
 @pytest.fixture(autouse=True)
